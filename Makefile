@@ -1,0 +1,49 @@
+# Everything a newcomer and CI need. `make help` lists it.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+MOVIES := examples/movielens
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check fmt bench constraints clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## Create .venv with everything the demo and the tests need
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev]'
+	@touch $@
+
+demo: setup  ## Build the MovieLens example, run it both ways, show what came out
+	$(BIN)/python $(MOVIES)/build.py
+	$(BIN)/nightshelf run $(MOVIES)/generate.yaml
+	$(BIN)/nightshelf run $(MOVIES)/score.yaml
+	$(BIN)/python $(MOVIES)/show_demo.py
+
+test: check  ## Run the checks and every test that needs no GPU
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+
+check: setup  ## Format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+fmt: setup  ## Format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup  ## Time scoring and beams against one-row-per-candidate and generate() on this machine
+	$(BIN)/python benchmarks/engine.py
+
+constraints: setup  ## Write constraints.txt from what is installed
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/^\(torch==[0-9.]*\).*/\1/' \
+	  | { echo "# What was tested together. \`make setup\` installs exactly this; regenerate with \`make constraints\`."; cat; } > constraints.tmp
+	mv constraints.tmp constraints.txt
+
+clean:  ## Remove the environment and everything the example made
+	rm -rf $(VENV) $(MOVIES)/build *.egg-info

@@ -1,0 +1,64 @@
+"""The catalog's trie on the device, with the token columns and the softmax set of every level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backend import Norm, TokenColumns
+from engine.sid_trie import SidTrie
+from schemas.semantic_ids import BoundSidSpace
+from schemas.settings import ScoreNorm
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTrie:
+    """What beam search gathers from. All tensors on one device, int64."""
+
+    trie: SidTrie
+    first_child: Tensor  # [V + 1]
+    num_children: Tensor  # [V]
+    code: Tensor  # [V] column of the node's token inside its level's codebook
+    token: Tensor  # [V] token id of the node; 0 for the root
+    sid: Tensor  # [V] -1 for inner nodes
+    columns: tuple[TokenColumns, ...]  # per level
+    norms: tuple[Norm, ...]  # per level
+    device: torch.device
+
+    def is_dead(self, user: Tensor, node: Tensor, dead: Tensor) -> Tensor:
+        """Whether (user, node) is among the sorted keys `dead` (engine/exclusions.py); elementwise."""
+        key = user * self.trie.num_nodes + node
+        at = torch.searchsorted(dead, key).clamp(max=len(dead) - 1)
+        return dead[at] == key
+
+
+def to_device(
+    trie: SidTrie, space: BoundSidSpace, norm: ScoreNorm, device: torch.device
+) -> DeviceTrie:
+    """Copy the trie to the device and name the columns and the softmax set of each level."""
+    depth = np.maximum(trie.depth_of_node.astype(np.int64) - 1, 0)
+    code = np.maximum(trie.code.astype(np.int64), 0)
+    token = space.table[depth, code]
+    token[0] = 0
+    columns = tuple(TokenColumns(ids) for ids in space.token_ids[: trie.depth])
+    every = TokenColumns(np.sort(np.concatenate(space.token_ids)))
+    sets = {"full_vocab": None, "trie": None, "sid_range": every}
+    norms = tuple(Norm(norm, sets.get(norm, level)) for level in columns)
+
+    def put(array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+
+    return DeviceTrie(
+        trie=trie,
+        first_child=put(trie.first_child),
+        num_children=put(trie.num_children),
+        code=put(code),
+        token=put(token),
+        sid=put(trie.sid_of_node),
+        columns=columns,
+        norms=norms,
+        device=device,
+    )

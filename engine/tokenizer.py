@@ -1,0 +1,128 @@
+"""Text to token ids, without transformers: the `tokenizers` library reads the checkpoint's tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Protocol
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from schemas.errors import CatalogError, EngineError, quoted
+from schemas.semantic_ids import BoundSidSpace, SidSpace
+from schemas.settings import RunConfig
+
+
+class Tokenizer(Protocol):
+    """What prompts need from a tokenizer."""
+
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of literal template text; special tokens written in it are special."""
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Ids of users' texts; special tokens written in them are plain text. No BOS, no EOS."""
+
+    def token_id(self, text: str) -> int | None:
+        """The id of text that is exactly one token, else None."""
+
+
+class CheckpointTokenizer:
+    """The tokenizer.json of a checkpoint folder."""
+
+    def __init__(self, folder: str) -> None:
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise EngineError(
+                "the model has no tokenizer",
+                expected="a file tokenizer.json in the checkpoint folder",
+                where=str(folder),
+                do="Save it with AutoTokenizer.from_pretrained(...).save_pretrained(folder).",
+            )
+        try:
+            self._template = FastTokenizer.from_file(str(path))
+            self._users = FastTokenizer.from_file(str(path))
+        except Exception as err:  # the library raises a bare Exception for an unreadable file
+            raise EngineError(
+                "tokenizer.json cannot be read", got=quoted(str(err)), where=str(path)
+            ) from err
+        self._users.encode_special_tokens = True
+
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of literal template text."""
+        return list(self._template.encode(text, add_special_tokens=False).ids)
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Ids of users' texts."""
+        encoded = self._users.encode_batch(texts, add_special_tokens=False)
+        return [list(one.ids) for one in encoded]
+
+    def token_id(self, text: str) -> int | None:
+        """The id of text that is exactly one token."""
+        found = self._template.token_to_id(text)
+        if found is None or self.encode_template(text) != [found]:
+            return None
+        return int(found)
+
+
+class ByteTokenizer:
+    """Bytes are ids 0..255 and SID tokens follow; for the fake backend when no model is given."""
+
+    def __init__(self, space: SidSpace) -> None:
+        self._ids: dict[str, int] = {}
+        for level, size in enumerate(space.sizes):
+            for code in range(size):
+                self._ids[space.token(level, code)] = 256 + len(self._ids)
+
+    def encode_template(self, text: str) -> list[int]:
+        """Ids of literal template text."""
+        return list(text.encode())
+
+    def encode_texts(self, texts: list[str]) -> list[list[int]]:
+        """Ids of users' texts."""
+        return [list(text.encode()) for text in texts]
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a SID token."""
+        return self._ids.get(text)
+
+
+def load_tokenizer(config: RunConfig) -> Tokenizer:
+    """The tokenizer of a run: the model's, or bytes for the fake backend without a model."""
+    if config.engine.model is None:
+        return ByteTokenizer(config.sid.space)
+    return CheckpointTokenizer(config.engine.model)
+
+
+def bind_space(config: RunConfig, tokenizer: Tokenizer) -> BoundSidSpace:
+    """The run's SID space in token ids, checked against the model's vocabulary.
+
+    Raises:
+        CatalogError: a SID token that is not one token, or one the model has no embedding for.
+    """
+    bound = config.sid.space.bind(tokenizer.token_id)
+    if config.engine.model is not None:
+        vocab = _vocab_size(Path(config.engine.model) / "config.json")
+        if vocab is not None and bound.max_token_id >= vocab:
+            raise CatalogError(
+                "the tokenizer has semantic-ID tokens that the model has no embedding for",
+                expected=f"ids below {vocab} (vocab_size in config.json)",
+                got=f"id {bound.max_token_id}",
+                where=config.engine.model,
+                do="Resize the model's embeddings to the tokenizer and save the checkpoint again.",
+            )
+    return bound
+
+
+def _vocab_size(path: Path) -> int | None:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EngineError(
+            "the model has no config.json",
+            expected="a Hugging Face checkpoint folder",
+            where=str(path.parent),
+        ) from None
+    except (OSError, ValueError) as err:
+        raise EngineError("config.json cannot be read", got=str(err), where=str(path)) from err
+    size = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
+    return int(size) if size is not None else None

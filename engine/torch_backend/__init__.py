@@ -1,0 +1,194 @@
+"""The embedded default: a Hugging Face causal LM in PyTorch, on CPU or CUDA, with our attention and head.
+
+The model's body stays the library's (norms, rotary embedding, MLP); we hand it packed rows and their
+positions, and it calls `token_tree_attention` in each layer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
+from engine.torch_backend.context import PrefixKV, TorchContext
+from engine.torch_backend.head import Head
+from engine.torch_backend.model import head_of, load_model, reference_log_probs
+from engine.torch_backend.tree_attention import NodePass, PrefixPass, PromptPass, TreePass
+from schemas.errors import EngineError
+from schemas.requests import Ints
+from schemas.settings import EngineSettings
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}  # nats, largest difference
+
+
+class TorchBackend:
+    """See engine/backend.py for the contract."""
+
+    def __init__(self, folder: str, dtype: str, device: torch.device) -> None:
+        self._model = load_model(folder, _DTYPES[dtype], device)
+        self._body = self._model.base_model
+        self._embed = self._model.get_input_embeddings()
+        self._head = Head(head_of(self._model, folder))
+        self._prefixes: dict[bytes, PrefixKV] = {}
+        config = self._model.config.get_text_config()
+        self._facts = BackendFacts(
+            name="torch",
+            vocab_size=int(self._embed.weight.shape[0]),
+            hidden_size=int(self._embed.weight.shape[1]),
+            max_positions=int(getattr(config, "max_position_embeddings", 1 << 30)),
+            dtype=dtype,
+            device=device,
+        )
+        self._probe(folder)
+
+    @property
+    def facts(self) -> BackendFacts:
+        """Sizes, precision and device."""
+        return self._facts
+
+    @torch.inference_mode()
+    def prefill(self, prompts: PackedPrompts, max_nodes: int) -> TorchContext:
+        """Forward packed prompts; keep KV per prompt and the hidden state of each prompt end."""
+        prefix = self._prefix(prompts.static_prefix)
+        lengths = prompts.lengths
+        max_length = int(lengths.max())
+        owner = np.repeat(np.arange(prompts.num_prompts), lengths)
+        position = np.arange(len(prompts.token_ids)) - prompts.offsets[owner]
+        context = TorchContext(
+            self._put(lengths),
+            max_length,
+            prefix,
+            self._facts.hidden_size,
+            max_nodes,
+            _DTYPES[self._facts.dtype],
+        )
+        embedded = self._embed(self._put(prompts.token_ids))
+        if prompts.soft_vectors is not None:
+            embedded[self._put(prompts.soft_positions)] = prompts.soft_vectors.to(embedded)
+        tree_pass = PromptPass(context, self._put(owner * max_length + position))
+        hidden = self._forward(embedded, self._put(position + prefix.length), tree_pass)
+        context.hidden[: prompts.num_prompts] = hidden[self._put(prompts.offsets[1:] - 1)]
+        return context
+
+    @torch.inference_mode()
+    def extend(self, context: TorchContext, nodes: NodeBatch) -> None:
+        """Forward nodes at the positions behind their prompt; append KV and hidden states."""
+        num_nodes = len(nodes.token)
+        context.reserve(num_nodes)
+        first = context.num_nodes
+        parent = nodes.parent - context.num_prompts
+        context.parent[first : first + num_nodes] = parent.clamp(min=-1)
+        ancestors, is_ancestor = context.ancestors(num_nodes, nodes.max_depth)
+        tree_pass = NodePass(
+            context,
+            nodes.prompt * nodes.num_slots + nodes.slot,
+            nodes.num_slots,
+            ancestors,
+            is_ancestor,
+        )
+        position = context.lengths[nodes.prompt] + context.prefix.length + nodes.depth - 1
+        hidden = self._forward(self._embed(nodes.token), position, tree_pass)
+        context.hidden[context.num_rows : context.num_rows + num_nodes] = hidden
+        context.num_nodes += num_nodes
+
+    @torch.inference_mode()
+    def log_probs(
+        self, context: TorchContext, rows: Tensor, targets: Targets, norm: Norm
+    ) -> Tensor:
+        """Log-probabilities of targets at rows."""
+        return self._head.log_probs(context.hidden[rows], targets, norm)
+
+    def close(self) -> None:
+        """Drop the model and its caches."""
+        self._prefixes.clear()
+        del self._model, self._body, self._embed, self._head
+        if self._facts.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _put(self, array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._facts.device)
+
+    def _forward(self, embedded: Tensor, positions: Tensor, tree_pass: TreePass) -> Tensor:
+        out = self._body(
+            inputs_embeds=embedded[None],
+            position_ids=positions[None],
+            use_cache=False,
+            tree_pass=tree_pass,
+        )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _prefix(self, tokens: Ints) -> PrefixKV:
+        """The KV of a static prefix, forwarded the first time it is asked for."""
+        key = tokens.tobytes()
+        if key not in self._prefixes:
+            prefix = PrefixKV()
+            if len(tokens):
+                positions = torch.arange(len(tokens), device=self._facts.device)
+                self._forward(self._embed(self._put(tokens)), positions, PrefixPass(prefix))
+            prefix.length = len(tokens)
+            self._prefixes[key] = prefix
+        return self._prefixes[key]
+
+    @torch.inference_mode()
+    def _probe(self, folder: str) -> None:
+        """Read a short sequence through prefix, prompt and tree, and through the library itself.
+
+        Catches what a name check cannot: logit scaling, soft-capping, another attention.
+        """
+        vocab = self._facts.vocab_size
+        tokens = np.asarray([(7 * i + 3) % vocab for i in range(6)], dtype=np.int64)
+        want = reference_log_probs(self._model, self._put(tokens))[-1]
+        prompts = PackedPrompts(
+            token_ids=tokens[2:4],
+            offsets=np.asarray([0, 2], dtype=np.int64),
+            static_prefix=tokens[:2],
+            soft_positions=np.empty(0, dtype=np.int64),
+            soft_vectors=None,
+        )
+        context = self.prefill(prompts, max_nodes=2)
+        self.extend(
+            context,
+            NodeBatch(
+                prompt=self._put(np.zeros(2, dtype=np.int64)),
+                parent=self._put(np.asarray([0, 1], dtype=np.int64)),
+                token=self._put(tokens[4:]),
+                depth=self._put(np.asarray([1, 2], dtype=np.int64)),
+                slot=self._put(np.asarray([0, 1], dtype=np.int64)),
+                num_slots=2,
+                max_depth=2,
+            ),
+        )
+        some = np.unique(np.linspace(0, vocab - 1, 64, dtype=np.int64))
+        targets = Targets(
+            row=self._put(np.zeros(len(some), dtype=np.int64)),
+            column=self._put(np.arange(len(some), dtype=np.int64)),
+            columns=TokenColumns(some),
+        )
+        got = self.log_probs(context, self._put(np.asarray([2])), targets, Norm("full_vocab"))
+        difference = float((got - want[self._put(some)]).abs().max())
+        self._prefixes.clear()
+        if not difference <= _PROBE_TOLERANCE[self._facts.dtype]:
+            raise EngineError(
+                "the model does not score as its own library does",
+                expected=f"a difference of at most {_PROBE_TOLERANCE[self._facts.dtype]} nats",
+                got=f"{difference:.3g}",
+                where=folder,
+                do="This architecture is not supported by the torch backend; please report it.",
+            )
+
+
+def create_backend(settings: EngineSettings) -> TorchBackend:
+    """Load the checkpoint of the settings on the device they name.
+
+    Raises:
+        EngineError: no such device, or the model cannot be used.
+    """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise EngineError("engine.device is cuda but this process sees no CUDA device")
+    use_cuda = settings.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if use_cuda else "cpu")
+    assert settings.model is not None, "checked by the configuration"
+    return TorchBackend(settings.model, settings.dtype, device)

@@ -1,0 +1,105 @@
+"""Load a Hugging Face causal LM and check that we read it the way it reads itself.
+
+Safetensors only, no remote code, nothing from a hub. Generation settings of the checkpoint (`do_sample`,
+temperature, …) are never consulted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from engine.torch_backend.tree_attention import ATTENTION_NAME
+from schemas.errors import EngineError, quoted
+
+
+def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The model in eval mode on the device, with token-tree attention.
+
+    Raises:
+        EngineError: no checkpoint, no safetensors, an architecture this transformers cannot load, missing
+            weights, or a model whose attention is not the plain causal one we compute.
+    """
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise EngineError(
+            "the model folder is not a checkpoint", expected="a config.json in it", where=folder
+        )
+    if not list(path.glob("*.safetensors")):
+        raise EngineError(
+            "the model has no safetensors weights",
+            expected="*.safetensors (pickled weights are not loaded)",
+            got=", ".join(sorted(p.name for p in path.iterdir())),
+            where=folder,
+            do="Save it with save_pretrained(folder).",
+        )
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _refuse_sliding_window(config, folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as err:
+        raise EngineError(
+            "the model cannot be loaded", got=quoted(" ".join(str(err).split())), where=folder
+        ) from err
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise EngineError(
+            "the checkpoint lacks weights, which would be random",
+            got=f"{len(missing)} missing, first {quoted(missing[:3])}",
+            where=folder,
+        )
+    return model.to(device).eval()
+
+
+def _refuse_sliding_window(config: Any, folder: str) -> None:
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    if kinds != {"full_attention"} or windowed:
+        raise EngineError(
+            "the model's attention is not plain causal attention",
+            expected="full attention in every layer",
+            got=f"layer types {sorted(kinds)}, sliding_window {getattr(text, 'sliding_window', None)}",
+            where=folder,
+        )
+
+
+def head_of(model: PreTrainedModel, folder: str) -> nn.Linear:
+    """The LM head; `EngineError` when it is not a linear layer over the last hidden state."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise EngineError("the model has no linear LM head", got=type(head).__name__, where=folder)
+    return head
+
+
+@torch.inference_mode()
+def reference_log_probs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """log p of every vocabulary entry after each token `[T, V]`, by the library's own forward.
+
+    One sequence, no cache, the library's own attention: what our fast path is held against at start-up.
+    """
+    model.set_attn_implementation("sdpa")
+    try:
+        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+    return torch.log_softmax(logits.float(), dim=-1)

@@ -1,0 +1,117 @@
+"""User vectors to soft tokens: a Linear or two-layer MLP read from safetensors (Embedding-to-Prefix).
+
+A projector folder holds `projector.json` and `projector.safetensors`:
+
+    {"kind": "linear", "input_dim": D, "output_dim": H, "num_tokens": n}     weight [n*H, D], bias [n*H]
+    {"kind": "mlp", …, "hidden_dim": M, "activation": "gelu"}    fc1.weight [M, D], fc1.bias, fc2.weight …
+
+Source: Embedding-to-Prefix, arXiv 2505.17051; GLIDE, arXiv 2603.17540.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from schemas.errors import EngineError
+
+_ACTIVATIONS = {"gelu": functional.gelu, "silu": functional.silu, "relu": functional.relu}
+
+
+class ProjectorSpec(BaseModel):
+    """projector.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["linear", "mlp"]
+    input_dim: PositiveInt
+    output_dim: PositiveInt
+    num_tokens: PositiveInt = 1
+    hidden_dim: PositiveInt | None = None
+    activation: Literal["gelu", "silu", "relu"] = "gelu"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensors the weights file must hold; biases may be absent."""
+        out = self.num_tokens * self.output_dim
+        if self.kind == "linear":
+            return {"weight": (out, self.input_dim), "bias": (out,)}
+        hidden = self.hidden_dim or 0
+        return {
+            "fc1.weight": (hidden, self.input_dim),
+            "fc1.bias": (hidden,),
+            "fc2.weight": (out, hidden),
+            "fc2.bias": (out,),
+        }
+
+
+class UserProjector:
+    """Projects `[U, D]` float32 vectors to `[U * num_tokens, H]`, in float32 on the device."""
+
+    def __init__(self, spec: ProjectorSpec, weights: dict[str, Tensor]) -> None:
+        self.spec = spec
+        self._weights = weights
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """Soft tokens of each user, one user after another."""
+        w = self._weights
+        if self.spec.kind == "linear":
+            out = functional.linear(vectors, w["weight"], w.get("bias"))
+        else:
+            hidden = functional.linear(vectors, w["fc1.weight"], w.get("fc1.bias"))
+            hidden = _ACTIVATIONS[self.spec.activation](hidden)
+            out = functional.linear(hidden, w["fc2.weight"], w.get("fc2.bias"))
+        return out.view(-1, self.spec.output_dim)
+
+
+def read_projector_spec(folder: str) -> ProjectorSpec:
+    """Read projector.json; `EngineError` when it is missing or wrong."""
+    path = Path(folder) / "projector.json"
+    try:
+        spec = ProjectorSpec.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise EngineError(
+            "the projector folder has no projector.json", where=folder, do="See engine.projector."
+        ) from None
+    except (OSError, ValueError) as err:
+        problem = err.errors()[0] if isinstance(err, ValidationError) else None
+        got = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" if problem else str(err)
+        raise EngineError("projector.json cannot be used", got=got, where=str(path)) from err
+    if spec.kind == "mlp" and spec.hidden_dim is None:
+        raise EngineError("projector.json lacks hidden_dim, which kind mlp needs", where=str(path))
+    return spec
+
+
+def load_projector(folder: str, device: torch.device) -> UserProjector:
+    """Read a projector folder onto the device.
+
+    Raises:
+        EngineError: a file is missing, or a tensor has another name or shape than projector.json says.
+    """
+    spec = read_projector_spec(folder)
+    path = Path(folder) / "projector.safetensors"
+    try:
+        weights = load_file(str(path), device=str(device))
+    except (OSError, SafetensorError) as err:
+        raise EngineError(
+            "projector.safetensors cannot be read", got=str(err), where=str(path)
+        ) from err
+    for name, shape in spec.shapes().items():
+        if name not in weights and name.endswith("bias"):
+            continue
+        got = tuple(weights[name].shape) if name in weights else None
+        if got != shape:
+            raise EngineError(
+                f"projector.safetensors: tensor {name!r} does not fit projector.json",
+                expected=f"shape {shape}",
+                got=f"shape {got}" if got else f"tensors {', '.join(sorted(weights))}",
+                where=str(path),
+            )
+    return UserProjector(spec, {name: tensor.float() for name, tensor in weights.items()})

@@ -1,0 +1,5 @@
+"""`python -m jobs` is `nightshelf`."""
+
+from jobs.cli import main
+
+main()

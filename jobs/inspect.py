@@ -1,0 +1,165 @@
+"""Look at runs: what is done, and what one user got. Reads files only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+
+from jobs.run import load_plan, manifest_path
+from pipelines import files
+from pipelines.catalog import Catalog, is_saved, open_catalog
+from pipelines.prepare import catalog_dir, shard_of, shards_of
+from pipelines.publish.parquet import partition_name, record_path
+from pipelines.run_shard import load_receipt
+from schemas.errors import ConfigError, StorageError, quoted
+from schemas.runs import Counts, Published, RunPlan
+from schemas.settings import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """How far a run is."""
+
+    run_id: str
+    status: str  # planned, scoring, scored, published, failed, refused
+    ds: str
+    surface: str
+    shards_done: int
+    shards: int
+    counts: Counts
+    seconds: float | None
+    run_dir: str
+
+
+def run_status(run_dir: str) -> RunStatus:
+    """The status of one run folder."""
+    plan = load_plan(run_dir)
+    receipts = [r for r in (load_receipt(plan, s) for s in shards_of(plan)) if r is not None]
+    state, seconds = "planned", None
+    if receipts:
+        state = "scored" if len(receipts) == plan.num_shards else "scoring"
+    if files.exists(manifest_path(run_dir)):
+        manifest: dict[str, Any] = files.read_json(manifest_path(run_dir))
+        state, seconds = manifest["status"], manifest["seconds"]
+        if state == "published" and _current_run(plan) != plan.run_id:
+            state = "replaced"
+    return RunStatus(
+        run_id=plan.run_id,
+        status=state,
+        ds=plan.ds,
+        surface=plan.surface,
+        shards_done=len(receipts),
+        shards=plan.num_shards,
+        counts=Counts.total(receipt.counts for receipt in receipts),
+        seconds=seconds,
+        run_dir=run_dir,
+    )
+
+
+def _current_run(plan: RunPlan) -> str | None:
+    path = record_path(plan)
+    return files.read_json(path)["run_id"] if files.exists(path) else None
+
+
+def all_runs(work_dir: str) -> list[RunStatus]:
+    """Status of every run below a work folder, newest date last."""
+    root = files.local_path(work_dir) or work_dir
+    fs, inside = files.filesystem(root)
+    fs.invalidate_cache()
+    if not fs.isdir(inside):
+        return []
+    folders = sorted(p for p in fs.ls(inside, detail=False) if fs.exists(f"{p}/plan.json"))
+    return [run_status(folder) for folder in folders]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserView:
+    """One user's recommendations, with the titles of the catalog; or why there are none."""
+
+    user: str
+    rows: list[dict[str, Any]]  # rank, item_id, title, score, source
+    exact: bool | None
+    run_id: str
+    why_not: str | None
+
+
+def show_user(config: RunConfig, user: str) -> UserView:
+    """What is published for one user.
+
+    Raises:
+        StorageError: nothing is published for this date and surface.
+    """
+    published, plan = _published(config)
+    user_id: str | int = user
+    if plan.user_id_type == "int64":
+        try:
+            user_id = int(user)
+        except ValueError:
+            raise ConfigError("--user must be a number for this table", got=quoted(user)) from None
+    index = int(shard_of([user], plan.num_shards)[0])
+    name = f"part-{plan.run_id}-{index:05d}.parquet"
+    rows = pl.DataFrame()
+    if name in published.files:
+        path = files.join(published.partition, name)
+        frame = pl.from_arrow(files.read_parquet(path))
+        assert isinstance(frame, pl.DataFrame), "a table is a frame"
+        rows = frame.filter(pl.col("user_id") == user_id)
+    if rows.is_empty():
+        why = _why_not(plan, index, user)
+        return UserView(user=user, rows=[], exact=None, run_id=plan.run_id, why_not=why)
+    exact = bool(rows["exact"][0])
+    if "items" in rows.columns:  # the wide layout
+        rows = rows.select("items").explode("items").unnest("items").with_row_index("rank", 1)
+    catalog = open_catalog(catalog_dir(plan)) if is_saved(catalog_dir(plan)) else None
+    titles = _titles(catalog, rows["item_id"])
+    rows = rows.select("rank", "item_id", "score", "source").with_columns(titles).sort("rank")
+    return UserView(user=user, rows=rows.to_dicts(), exact=exact, run_id=plan.run_id, why_not=None)
+
+
+def _published(config: RunConfig) -> tuple[Published, RunPlan]:
+    if config.ds is None:
+        raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
+    name = partition_name(config.ds, config.surface).replace("/", "-")
+    path = files.join(config.run.work_dir, "published", f"{name}.json")
+    if not files.exists(path):
+        raise StorageError(
+            "nothing is published",
+            got=f"ds {config.ds}, surface {config.surface!r}",
+            where=config.output.path,
+            do="Run it first: nightshelf run CONFIG.",
+        )
+    record = files.read_json(path)
+    record.pop("published_at", None)
+    published = Published.model_validate(record)
+    return published, load_plan(files.join(config.run.work_dir, published.run_id))
+
+
+def _titles(catalog: Catalog | None, items: pl.Series) -> pl.Series:
+    """Title, else text, of each item; null where the catalog has neither."""
+    named = [c for c in ("title", "text") if catalog and c in catalog.table.column_names]
+    if catalog is None or not named:
+        return pl.Series("title", [None] * len(items), dtype=pl.String)
+    at = catalog.positions(items.to_arrow().cast(catalog.item_ids.type))
+    column = catalog.table.column(named[0]).combine_chunks()
+    found = column.take(pa.array(at, mask=at < 0))
+    return pl.Series("title", found.to_pylist(), dtype=pl.String)
+
+
+def _why_not(plan: RunPlan, index: int, user: str) -> str:
+    """What the run says of a user that has no row."""
+    receipt = load_receipt(plan, shards_of(plan)[index])
+    if receipt is None:
+        return "the run's folder is gone; nothing more is known"
+    path = files.join(plan.run_dir, receipt.files["quarantine"].path)
+    bad = pl.read_parquet(path).filter((pl.col("table") == "users") & (pl.col("key") == user))
+    if not bad.is_empty():
+        row = bad.row(0, named=True)
+        return f"quarantined by rule {row['rule']}: {row['message']} (file {row['file']})"
+    outcomes = pl.read_parquet(files.join(plan.run_dir, receipt.files["outcomes"].path))
+    mine = outcomes.filter(pl.col("user_id").cast(pl.String) == user)
+    if not mine.is_empty():
+        return f"nothing eligible: {mine['reason'][0]}"
+    return "the user is not in the users table"

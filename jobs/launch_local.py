@@ -1,0 +1,282 @@
+"""Local launcher: one spawned process per device, a queue of shards, and a watch over the processes.
+
+A worker that dies costs its shard one attempt; the shard goes to another worker, and after `max_attempts`
+it is failed while the others go on. A worker that reports nothing for `shard_timeout_s` is ended. Workers
+end with their parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any
+
+from engine.device import bind_gpu, num_cpus, visible_gpus
+from jobs.run import Progress
+from pipelines.catalog import open_catalog
+from pipelines.prepare import catalog_dir
+from pipelines.run_shard import run_shard
+from schemas.errors import EngineError, NightshelfError, RunError
+from schemas.runs import RunPlan, Shard
+
+if TYPE_CHECKING:
+    from engine.worker import Engine
+
+_POLL_S = 0.5
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """What one worker owns: a GPU by its name, or a share of the processors."""
+
+    gpu: str | None
+    threads: int
+
+
+class LocalLauncher:
+    """Runs shards in worker processes of this machine, or in this process when asked for 0 workers."""
+
+    def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
+        """Run the shards; the reasons of those that failed, by shard.
+
+        Raises:
+            EngineError: the engine cannot start; no worker would do better.
+        """
+        progress.start(plan.inputs["users"].rows * len(shards) // plan.num_shards)
+        if plan.config.run.workers == 0:
+            return _run_inline(plan, shards, progress)
+        devices = _devices(plan, len(shards))
+        return _Pool(plan, shards, devices, progress).run()
+
+
+def _devices(plan: RunPlan, num_shards: int) -> list[_Device]:
+    """One device per worker: GPUs first come first served, else shares of the processors."""
+    wanted = plan.config.run.workers
+    gpus = visible_gpus() if plan.config.engine.device != "cpu" else []
+    if gpus:
+        count = len(gpus) if wanted == "auto" else wanted
+        if count > len(gpus):
+            raise EngineError(
+                "more workers than GPUs",
+                expected=f"at most {len(gpus)}",
+                got=f"run.workers {count}",
+            )
+        return [_Device(gpu, num_cpus()) for gpu in gpus[: min(count, num_shards)]]
+    count = min(1 if wanted == "auto" else wanted, num_shards)
+    return [_Device(None, max(1, num_cpus() // count))] * count
+
+
+def _run_inline(plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
+    from engine.worker import open_engine  # torch: only where an engine runs
+
+    catalog = open_catalog(catalog_dir(plan))
+    failed: dict[int, str] = {}
+    with open_engine(plan.config, catalog.trie) as engine:
+        for shard in shards:
+            try:
+                run_shard(plan, shard, engine, catalog, progress.advance)
+            except RunError as err:
+                failed[shard.index] = str(err)
+    return failed
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """A process, the pipe to it, and what it is doing."""
+
+    process: BaseProcess
+    pipe: Connection
+    device: _Device
+    ready: bool = False
+    shard: Shard | None = None
+    users_done: int = 0
+    heard: float = field(default_factory=time.monotonic)
+
+
+class _Pool:
+    """Workers, the shards that wait, and what has become of the others."""
+
+    def __init__(
+        self, plan: RunPlan, shards: list[Shard], devices: list[_Device], progress: Progress
+    ) -> None:
+        self._plan = plan
+        self._waiting = deque(shards)
+        self._devices = devices
+        self._progress = progress
+        self._attempts: dict[int, int] = {}
+        self._failed: dict[int, str] = {}
+        self._false_starts = 0
+        self._workers: list[_Worker] = []
+
+    def run(self) -> dict[int, str]:
+        """Until no shard waits and no worker works."""
+        with self._ended_at_the_end():
+            self._workers = [self._start(device) for device in self._devices]
+            while self._waiting or any(w.shard for w in self._workers):
+                ready = wait(self._handles(), timeout=_POLL_S)
+                for worker in list(self._workers):
+                    if worker.pipe in ready or worker.process.sentinel in ready:
+                        self._hear(worker)
+                self._end_the_silent()
+        return self._failed
+
+    def _handles(self) -> list[Any]:
+        return [h for w in self._workers for h in (w.pipe, w.process.sentinel)]
+
+    def _start(self, device: _Device) -> _Worker:
+        context = mp.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_work, args=(self._plan, device, theirs), daemon=True, name="nightshelf-worker"
+        )
+        process.start()
+        theirs.close()
+        return _Worker(process, ours, device)
+
+    def _hear(self, worker: _Worker) -> None:
+        """Take everything a worker has said; notice when it is gone."""
+        try:
+            while worker.pipe.poll():
+                self._take(worker, worker.pipe.recv())
+        except (EOFError, OSError):
+            self._replace(worker, f"its worker ended ({_exit_words(worker.process)})")
+
+    def _take(self, worker: _Worker, message: tuple[str, Any]) -> None:
+        kind, value = message
+        worker.heard = time.monotonic()
+        if kind == "users":
+            worker.users_done += value
+            self._progress.advance(value)
+        elif kind == "cannot_start":
+            raise value
+        elif kind == "ready":
+            worker.ready = True
+            self._give(worker)
+        elif kind == "done":
+            worker.shard = None
+            self._give(worker)
+        elif kind == "failed":
+            self._again(worker, str(value))
+            self._give(worker)
+
+    def _give(self, worker: _Worker) -> None:
+        worker.shard, worker.users_done = None, 0
+        if self._waiting:
+            shard = self._waiting.popleft()
+            worker.shard, worker.heard = shard, time.monotonic()
+            with contextlib.suppress(OSError):  # it died just now: its sentinel tells
+                worker.pipe.send(shard)
+
+    def _again(self, worker: _Worker, reason: str) -> None:
+        """The worker's shard has used up one attempt."""
+        shard = worker.shard
+        if shard is None:
+            return
+        worker.shard = None
+        self._progress.advance(-worker.users_done)
+        worker.users_done = 0
+        tries = self._attempts[shard.index] = self._attempts.get(shard.index, 0) + 1
+        if tries < self._plan.config.run.max_attempts:
+            self._progress.note(f"{shard.name}: {reason}; trying again ({tries} so far)")
+            self._waiting.append(shard)
+        else:
+            self._progress.note(f"{shard.name}: {reason}; given up after {tries} attempts")
+            self._failed[shard.index] = reason
+
+    def _replace(self, worker: _Worker, reason: str) -> None:
+        """A worker is gone: its shard goes to an idle worker, or to a new one in its place."""
+        self._again(worker, reason)
+        self._workers.remove(worker)
+        worker.pipe.close()
+        worker.process.join(timeout=_GRACE_S)
+        if not worker.ready:
+            self._false_starts += 1
+            if self._false_starts >= self._plan.config.run.max_attempts:
+                raise EngineError(
+                    f"workers ended {self._false_starts} times before they were ready",
+                    got=reason,
+                    do="Out of memory is the usual reason: use fewer workers, or a smaller model.",
+                )
+        for other in self._workers:
+            if other.ready and other.shard is None:
+                self._give(other)
+        if self._waiting:
+            self._workers.append(self._start(worker.device))
+
+    def _end_the_silent(self) -> None:
+        limit = self._plan.config.run.shard_timeout_s
+        for worker in list(self._workers):
+            busy = worker.shard is not None or not worker.ready
+            if busy and time.monotonic() - worker.heard > limit:
+                worker.process.kill()
+                worker.process.join(timeout=_GRACE_S)
+                self._replace(worker, f"its worker reported nothing for {limit:g} s")
+
+    @contextlib.contextmanager
+    def _ended_at_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for worker in self._workers:
+                worker.pipe.close()  # an idle worker leaves by itself
+                if worker.shard is not None:
+                    worker.process.terminate()
+            for worker in self._workers:
+                worker.process.join(timeout=_GRACE_S)
+                if worker.process.is_alive():
+                    worker.process.kill()
+
+
+def _exit_words(process: BaseProcess) -> str:
+    process.join(timeout=_GRACE_S)
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"signal {-code}" + (", perhaps out of memory" if code == -9 else "")
+    return f"exit code {code}"
+
+
+def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
+    """A worker's life: own the device, start the engine, run shards until the pipe closes."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    bind_gpu(device.gpu)
+    os.environ.setdefault("OMP_NUM_THREADS", str(device.threads))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
+        try:
+            from engine.worker import open_engine  # after the device is bound
+
+            catalog = open_catalog(catalog_dir(plan))
+            with open_engine(plan.config, catalog.trie) as engine:
+                pipe.send(("ready", None))
+                while True:
+                    _run_one(plan, pipe.recv(), engine, catalog, pipe)
+        except NightshelfError as err:
+            pipe.send(("cannot_start", err))
+        except ImportError as err:
+            pipe.send(("cannot_start", EngineError("the engine cannot be loaded", got=str(err))))
+
+
+def _run_one(plan: RunPlan, shard: Shard, engine: Engine, catalog: Any, pipe: Connection) -> None:
+    try:
+        run_shard(plan, shard, engine, catalog, lambda users: pipe.send(("users", users)))
+    except NightshelfError as err:
+        pipe.send(("failed", err))
+    else:
+        pipe.send(("done", shard.index))
+
+
+def _end_with_parent() -> None:
+    """Leave at once when the driver is gone, whatever this process is doing."""
+    parent = mp.parent_process()
+    assert parent is not None, "a worker has a parent"
+    wait([parent.sentinel])
+    os._exit(1)

@@ -1,0 +1,119 @@
+"""What a person sees while a run works: a bar on a terminal, a line now and then elsewhere. On stderr."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+_LINE_EVERY_S = 5.0
+
+
+class _Rate(ProgressColumn):
+    """Users per second."""
+
+    def render(self, task: Task) -> Text:
+        """The rate of the last half minute."""
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:,.0f} users/s" if speed else "- users/s", style="cyan")
+
+
+class TerminalProgress:
+    """A bar that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("users"),
+            _Rate(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("plan", total=None)
+
+    def __enter__(self) -> TerminalProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, name: str) -> None:
+        """A step of the run begins."""
+        self._bar.update(self._task, description=name)
+
+    def start(self, users: int) -> None:
+        """Scoring begins."""
+        self._bar.reset(self._task, total=users)
+
+    def advance(self, users: int) -> None:
+        """So many users more are done."""
+        self._bar.advance(self._task, users)
+
+    def note(self, message: str) -> None:
+        """Something a person should know."""
+        self._console.print(message, style="yellow", highlight=False)
+
+
+class LineProgress:
+    """A line per step, and one every few seconds while scoring; for logs."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._done = self._total = 0
+        self._started = self._said = time.monotonic()
+
+    def __enter__(self) -> LineProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def step(self, name: str) -> None:
+        """A step of the run begins."""
+        self._say(name)
+
+    def start(self, users: int) -> None:
+        """Scoring begins."""
+        self._done, self._total = 0, users
+        self._started = self._said = time.monotonic()
+
+    def advance(self, users: int) -> None:
+        """So many users more are done."""
+        self._done += users
+        now = time.monotonic()
+        if now - self._said < _LINE_EVERY_S:
+            return
+        self._said = now
+        rate = self._done / (now - self._started)
+        left = (self._total - self._done) / rate if rate > 0 else 0.0
+        self._say(f"score {self._done}/{self._total} users, {rate:,.0f} users/s, ETA {left:,.0f} s")
+
+    def note(self, message: str) -> None:
+        """Something a person should know."""
+        self._say(message)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def open_progress(console: Console) -> TerminalProgress | LineProgress:
+    """A bar on a terminal, lines elsewhere."""
+    return TerminalProgress(console) if console.is_terminal else LineProgress(console)

@@ -1,0 +1,249 @@
+"""The catalog: read, checked, and saved once per run in the form that workers memory-map."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from engine.sid_trie import SidTrie, build_trie
+from pipelines import files
+from schemas.errors import CatalogError, TableError, quoted
+from schemas.requests import Ints
+from schemas.semantic_ids import SidSpace
+from schemas.tables import CATALOG, ID_TYPES, id_type
+
+_EXTRA = ("popularity", "title", "text")
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Items, in the order that breaks ties: the smaller item id first.
+
+    `table` has `item_id`, `catalog_row` (its row in the input) and, where the input has them,
+    `popularity`, `title` and `text`.
+    """
+
+    table: pa.Table
+    trie: SidTrie
+
+    @property
+    def item_ids(self) -> pa.Array:
+        """Item ids by catalog position."""
+        return self.table.column("item_id").combine_chunks()
+
+    @property
+    def popularity(self) -> NDArray[np.float64]:
+        """Popularity by catalog position; 0 where it is unknown."""
+        if "popularity" not in self.table.column_names:
+            return np.zeros(len(self.table))
+        column = self.table.column("popularity").cast(pa.float64())
+        values: NDArray[np.float64] = pc.fill_null(column, 0.0).to_numpy()
+        return np.nan_to_num(values)
+
+    def positions(self, item_ids: pa.Array) -> Ints:
+        """Catalog position of each id, -1 for ids that are not in the catalog."""
+        found = pc.index_in(item_ids, value_set=self.item_ids)
+        out: Ints = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+        return out
+
+    def save(self, folder: str) -> None:
+        """Write the catalog for `open_catalog`; the marker goes last."""
+        root = Path(folder)
+        root.mkdir(parents=True, exist_ok=True)
+        with pa.OSFile(str(root / "items.arrow"), "wb") as sink:
+            with pa.ipc.new_file(sink, self.table.schema) as writer:
+                writer.write_table(self.table)
+        self.trie.save(root / "trie")
+        (root / "_done").write_bytes(b"")
+
+
+def open_catalog(folder: str) -> Catalog:
+    """Memory-map what `Catalog.save` wrote."""
+    root = Path(folder)
+    table = pa.ipc.open_file(pa.memory_map(str(root / "items.arrow"))).read_all()
+    return Catalog(table, SidTrie.load(root / "trie"))
+
+
+def is_saved(folder: str) -> bool:
+    """Whether a finished catalog is in the folder."""
+    return (Path(folder) / "_done").exists()
+
+
+def read_catalog(paths: list[str], space: SidSpace) -> Catalog:
+    """Read catalog files, check every item, and build the trie.
+
+    Raises:
+        TableError: a file breaks the contract.
+        CatalogError: a null or repeated item id, or a semantic ID outside the space.
+    """
+    tables = []
+    for path in paths:
+        table = files.read_parquet(path)
+        CATALOG.check(table.schema, path)
+        tables.append(_plain(table.select(CATALOG.present(table.schema))))
+    _same_columns(tables, paths)
+    table = pa.concat_tables(tables)
+    if len(table) == 0:
+        raise TableError(
+            "catalog: the table is empty", expected="at least one item", where=paths[0]
+        )
+    ids = table.column("item_id").combine_chunks()
+    if ids.null_count:
+        row = int(np.flatnonzero(ids.is_null().to_numpy(zero_copy_only=False))[0])
+        raise CatalogError(
+            "catalog: item_id is null", got=f"row {row} of {len(ids)}", where=paths[0]
+        )
+    table = table.append_column("catalog_row", pa.array(np.arange(len(ids))))
+    table = table.take(pc.sort_indices(ids))
+    ids = table.column("item_id").combine_chunks()
+    if len(ids) > 1:
+        same = pc.equal(ids[1:], ids[:-1]).to_numpy(zero_copy_only=False)
+        if same.any():
+            raise CatalogError(
+                "catalog: an item stands more than once",
+                expected="one row per item_id",
+                got=f"item_id {quoted(ids[int(np.flatnonzero(same)[0])].as_py())}; "
+                f"{int(same.sum())} repeated rows",
+                where=paths[0],
+            )
+    codes = read_codes(table.column("sid").combine_chunks(), ids, space)
+    keep = ["item_id", "catalog_row", *(name for name in _EXTRA if name in table.column_names)]
+    return Catalog(table.select(keep), build_trie(codes))
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """Dictionary columns unpacked, ids in their one type."""
+    columns = {}
+    for name in table.column_names:
+        column = table.column(name)
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if name == "item_id":
+            column = column.cast(ID_TYPES[id_type(column.type)])
+        elif name in ("title", "text"):
+            column = column.cast(pa.string())
+        elif name == "popularity":
+            column = column.cast(pa.float64())
+        columns[name] = column
+    return pa.table(columns)
+
+
+def _same_columns(tables: list[pa.Table], paths: list[str]) -> None:
+    for table, path in zip(tables, paths, strict=True):
+        if table.schema != tables[0].schema:
+            raise TableError(
+                "catalog: files differ in their columns",
+                expected=f"{_words(tables[0].schema)} as in {paths[0]}",
+                got=_words(table.schema),
+                where=path,
+            )
+
+
+def _words(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in schema)
+
+
+def read_codes(column: pa.Array, ids: pa.Array, space: SidSpace) -> NDArray[np.int32]:
+    """Codes `[N, L]` of a SID column in any of its forms, -1 behind shorter SIDs.
+
+    Raises:
+        CatalogError: naming the item, the level and the code or token that is out of the space.
+    """
+    if pa.types.is_fixed_size_list(column.type) or pa.types.is_large_list(column.type):
+        column = column.cast(pa.list_(column.type.value_type))
+    if not pa.types.is_list(column.type):
+        column = _split_texts(column, ids, space)
+    _no_nulls(column, ids)
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    lengths = np.diff(offsets)
+    wrong = np.flatnonzero((lengths < 1) | (lengths > space.num_levels))
+    if len(wrong):
+        raise CatalogError(
+            "catalog: a semantic ID has the wrong number of levels",
+            expected=f"1 to {space.num_levels} codes",
+            got=f"{int(lengths[wrong[0]])} for item {quoted(ids[int(wrong[0])].as_py())}",
+        )
+    values = column.values[offsets[0] : offsets[-1]]
+    level = np.arange(len(values)) - np.repeat(offsets[:-1] - offsets[0], lengths)
+    item = np.repeat(np.arange(len(ids)), lengths)
+    if pa.types.is_integer(values.type):
+        flat = values.cast(pa.int64()).to_numpy()
+    else:
+        flat = _codes_of_tokens(values, level, item, ids, space)
+    sizes = np.asarray(space.sizes)
+    bad = np.flatnonzero((flat < 0) | (flat >= sizes[level]))
+    if len(bad):
+        at = int(bad[0])
+        raise CatalogError(
+            "catalog: a semantic ID has a code outside its codebook",
+            expected=f"0 to {sizes[level[at]] - 1} at level {level[at] + 1}",
+            got=f"{int(flat[at])} for item {quoted(ids[int(item[at])].as_py())}; "
+            f"{len(bad)} such codes",
+        )
+    out = np.full((len(ids), space.num_levels), -1, dtype=np.int32)
+    out[item, level] = flat
+    return out
+
+
+def _no_nulls(column: pa.Array, ids: pa.Array) -> None:
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    if not missing.any() and column.values.null_count:
+        inner = np.flatnonzero(column.values.is_null().to_numpy(zero_copy_only=False))[0]
+        row = int(np.searchsorted(column.offsets.to_numpy(), inner, side="right")) - 1
+        raise CatalogError("catalog: a semantic ID holds a null code", got=_item(ids, row))
+    if missing.any():
+        raise CatalogError(
+            "catalog: an item has no semantic ID", got=_item(ids, int(np.flatnonzero(missing)[0]))
+        )
+
+
+def _item(ids: pa.Array, row: int) -> str:
+    return f"item {quoted(ids[row].as_py())}"
+
+
+def _split_texts(column: pa.Array, ids: pa.Array, space: SidSpace) -> pa.Array:
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise CatalogError("catalog: an item has no semantic ID", got=_item(ids, row))
+    lists: list[list[str]] = []
+    for row, text in enumerate(column.to_pylist()):
+        try:
+            lists.append(space.split(text))
+        except CatalogError as err:
+            err.where = _item(ids, row)
+            raise
+    return pa.array(lists, pa.list_(pa.string()))
+
+
+def _codes_of_tokens(
+    values: pa.Array, level: Ints, item: Ints, ids: pa.Array, space: SidSpace
+) -> Ints:
+    """Each distinct token is parsed once; then all are looked up together."""
+    encoded = pc.dictionary_encode(values)
+    parsed: list[Any] = []
+    for text in encoded.dictionary.to_pylist():
+        try:
+            parsed.append(space.parse_token(text))
+        except CatalogError as err:
+            first = int(np.flatnonzero(pc.equal(values, text).to_numpy(zero_copy_only=False))[0])
+            err.where = _item(ids, int(item[first]))
+            raise
+    table = np.asarray(parsed, dtype=np.int64).reshape(-1, 2)
+    found = table[encoded.indices.to_numpy()]
+    wrong = np.flatnonzero(found[:, 0] != level)
+    if len(wrong):
+        at = int(wrong[0])
+        raise CatalogError(
+            "catalog: a semantic ID has a token of another level",
+            expected=f"a token like {space.token(int(level[at]), 0)} at level {int(level[at]) + 1}",
+            got=quoted(values[at].as_py()),
+            where=_item(ids, int(item[at])),
+        )
+    codes: Ints = found[:, 1]
+    return codes

@@ -1,0 +1,298 @@
+"""Files through fsspec: fresh listings, whole-file atomic writes, hashes. The only user of fsspec."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+from fsspec.implementations.local import LocalFileSystem
+from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
+
+from schemas.errors import StorageError, TableError, quoted
+from schemas.runs import InputFile
+
+_CHUNK = 1 << 22
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """A busy store or a dropped connection may pass; a missing file or a full disk will not."""
+    return (
+        isinstance(error, OSError)
+        and not isinstance(error, _PERMANENT)
+        and not isinstance(error, pa.ArrowInvalid)
+        and error.errno not in (28, 30, 122)  # no space, read-only, quota
+    )
+
+
+retried = retry(
+    retry=retry_if_exception(_may_pass),
+    wait=wait_random_exponential(multiplier=0.2, max=5.0),
+    stop=stop_after_attempt(5),
+    reraise=True,
+)
+
+
+def join(base: str, *parts: str) -> str:
+    """A path below `base`, which may be a URL."""
+    return "/".join([base.rstrip("/"), *parts])
+
+
+def filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of a path or URL, and the path inside it."""
+    try:
+        fs, inside = fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as err:
+        raise StorageError(
+            "the path cannot be opened",
+            got=str(err),
+            where=path,
+            do="Install the fsspec package of this protocol (s3fs, gcsfs, adlfs).",
+        ) from err
+    return fs, inside
+
+
+def local_path(path: str) -> str | None:
+    """The path on this machine's disk, or None for a remote one."""
+    fs, inside = filesystem(path)
+    return inside if isinstance(fs, LocalFileSystem) else None
+
+
+def exists(path: str) -> bool:
+    """Whether a file or folder is there now."""
+    fs, inside = filesystem(path)
+    fs.invalidate_cache()
+    return bool(fs.exists(inside))
+
+
+def _hidden(relative: str) -> bool:
+    return any(
+        part.startswith((".", "_")) and "=" not in part for part in PurePosixPath(relative).parts
+    )
+
+
+def list_parquet(path: str, table: str) -> list[str]:
+    """The Parquet files a path names: a file, a folder (recursively) or a glob; sorted, listed fresh.
+
+    Hidden files and everything below hidden folders (`_temporary`, `.staging`) are left out.
+
+    Raises:
+        TableError: nothing is there.
+    """
+    fs, inside = filesystem(path)
+    fs.invalidate_cache()
+    if any(char in inside for char in "*?["):
+        root = inside.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0]
+        found = [p for p in fs.glob(inside) if not fs.isdir(p)]
+    elif fs.isdir(inside):
+        root, found = inside, fs.find(inside)
+    elif fs.exists(inside):
+        root, found = inside.rpartition("/")[0], [inside]
+    else:
+        raise TableError(
+            f"{table}: nothing is at the path",
+            expected="a Parquet file, a folder of them, or a glob",
+            where=path,
+        )
+    kept = [
+        p for p in sorted(found) if p.endswith(".parquet") and not _hidden(os.path.relpath(p, root))
+    ]
+    if not kept:
+        raise TableError(
+            f"{table}: no Parquet file is at the path",
+            expected="files ending in .parquet",
+            got=f"{len(found)} other files" if found else "an empty folder",
+            where=path,
+        )
+    return [str(fs.unstrip_protocol(p)) if "://" in path else str(p) for p in kept]
+
+
+def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
+    """Size, rows, version and Arrow schema of one Parquet file.
+
+    Raises:
+        TableError: the file is empty or not Parquet.
+    """
+    fs, inside = filesystem(path)
+    try:
+        info = fs.info(inside)
+        if info["size"] == 0:
+            raise TableError(f"{table}: the file is empty (0 bytes)", where=path)
+        with fs.open(inside, "rb") as handle:
+            parquet = pq.ParquetFile(handle)
+            rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
+    except (OSError, pa.ArrowException) as err:
+        raise TableError(
+            f"{table}: the file cannot be read as Parquet", got=_first_line(err), where=path
+        ) from err
+    version = info.get("ETag") or info.get("etag") or f"{info['size']}-{info.get('mtime', 0):.6f}"
+    return InputFile(path=path, bytes=info["size"], rows=rows, version=str(version)), schema
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+@retried
+def read_bytes(path: str) -> bytes:
+    """A whole file."""
+    fs, inside = filesystem(path)
+    data: bytes = fs.cat_file(inside)
+    return data
+
+
+def read_json(path: str) -> Any:
+    """A JSON file; `StorageError` when it is damaged."""
+    try:
+        return json.loads(read_bytes(path))
+    except ValueError as err:
+        raise StorageError(
+            "a file of the run is damaged", got=_first_line(err), where=path
+        ) from err
+
+
+def write_bytes(path: str, data: bytes) -> None:
+    """Write a whole file so that readers see all of it or nothing."""
+    with atomic_target(path) as target:
+        fs, inside = filesystem(target)
+        with fs.open(inside, "wb") as handle:
+            handle.write(data)
+
+
+def write_json(path: str, value: Any) -> None:
+    """Write JSON, readable by people."""
+    write_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+
+
+def write_parquet(path: str, table: pa.Table, *, sorted_by: str | None = None) -> int:
+    """Write one Parquet file, atomically; returns its size in bytes."""
+    row_group = max(1, min(len(table), _rows_per_group(table)))
+    order = None
+    if sorted_by is not None:
+        order = [pq.SortingColumn(table.schema.get_field_index(sorted_by))]
+    with atomic_target(path) as target:
+        fs, inside = filesystem(target)
+        with fs.open(inside, "wb") as handle:
+            pq.write_table(
+                table, handle, compression="zstd", row_group_size=row_group, sorting_columns=order
+            )
+    fs, inside = filesystem(path)
+    fs.invalidate_cache()
+    return int(fs.info(inside)["size"])
+
+
+def _rows_per_group(table: pa.Table) -> int:
+    """About 64 MiB per row group: the default of a million rows is 4 GiB of 1024-d vectors."""
+    per_row = max(1, table.nbytes // max(1, len(table)))
+    return max(1024, (64 << 20) // per_row)
+
+
+@contextmanager
+def atomic_target(path: str) -> Iterator[str]:
+    """A path to write to, which becomes `path` at the end of the block, or is removed on an error.
+
+    On a local disk this is a rename after fsync; an object store's put is whole by itself.
+
+    Raises:
+        StorageError: the file could not be written.
+    """
+    fs, inside = filesystem(path)
+    local = isinstance(fs, LocalFileSystem)
+    folder, _, name = inside.rpartition("/")
+    target = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}.tmp" if local else inside
+    try:
+        fs.makedirs(folder, exist_ok=True)
+        yield target if local else path
+        if local:
+            with open(target, "rb") as handle:
+                os.fsync(handle.fileno())
+            os.replace(target, inside)
+    except OSError as err:
+        raise StorageError(
+            "a file could not be written",
+            got=_first_line(err),
+            where=path,
+            do="Check permissions and free space, then run the same command again.",
+        ) from err
+    finally:
+        if local and os.path.exists(target):
+            os.remove(target)
+
+
+@retried
+def read_parquet(path: str, columns: list[str] | None = None) -> pa.Table:
+    """One Parquet file, without partition columns from its path.
+
+    Raises:
+        StorageError: the file is missing or damaged.
+    """
+    fs, inside = filesystem(path)
+    try:
+        with fs.open(inside, "rb") as handle:
+            return pq.ParquetFile(handle).read(columns=columns)
+    except (FileNotFoundError, pa.ArrowException) as err:
+        raise StorageError("a file cannot be read", got=_first_line(err), where=path) from err
+
+
+def remove(path: str) -> None:
+    """Remove a file that is there."""
+    fs, inside = filesystem(path)
+    fs.rm_file(inside)
+
+
+def list_names(folder: str) -> list[str]:
+    """Names of the files directly in a folder, listed fresh; empty when there is no such folder."""
+    fs, inside = filesystem(folder)
+    fs.invalidate_cache()
+    try:
+        return sorted(p.rpartition("/")[2] for p in fs.ls(inside, detail=False))
+    except FileNotFoundError:
+        return []
+
+
+def hash_bytes(*parts: bytes) -> str:
+    """xxh3-128 of the parts, as hex."""
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return str(digest.hexdigest())
+
+
+def hash_file(path: str) -> str:
+    """xxh3-128 of a file's content, as hex."""
+    fs, inside = filesystem(path)
+    digest = xxhash.xxh3_128()
+    with fs.open(inside, "rb") as handle:
+        read: Callable[[], bytes] = lambda: handle.read(_CHUNK)  # noqa: E731
+        for block in iter(read, b""):
+            digest.update(block)
+    return str(digest.hexdigest())
+
+
+def hash_folder(path: str) -> str:
+    """xxh3-128 over the names and contents of a folder's files, as hex."""
+    fs, inside = filesystem(path)
+    found = sorted(fs.find(inside))
+    parts = [f"{os.path.relpath(p, inside)} {hash_file(p)}\n".encode() for p in found]
+    return hash_bytes(*parts)
+
+
+def check_writable(path: str, setting: str) -> None:
+    """Raise `StorageError`, naming the setting, when nothing can be written below a path."""
+    probe = join(path, f".nightshelf-{uuid.uuid4().hex[:8]}")
+    try:
+        write_bytes(probe, b"")
+        remove(probe)
+    except StorageError as err:
+        raise StorageError(
+            f"{setting} is not writable", got=err.got or quoted(str(err)), where=path
+        ) from err

@@ -1,0 +1,178 @@
+"""Plan a run: list and check the inputs, hash everything that decides the result, cut it into shards.
+
+The run's id comes from those hashes: the same configuration on the same inputs is the same run, so that
+running it again continues it, and any change starts another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from engine.registry import check_backend
+from engine.tokenizer import bind_space, load_tokenizer
+from pipelines import files
+from schemas.errors import ConfigError, EngineError, StorageError, TableError
+from schemas.runs import InputFile, InputTable, RunPlan
+from schemas.settings import RunConfig
+from schemas.tables import CATALOG, EXCLUSIONS, candidate_shape, id_type, users_contract
+
+_LAUNCH_ONLY = {"run": {"workers", "max_attempts", "shard_timeout_s"}, "audit": True}
+
+
+def plan_run(config: RunConfig) -> RunPlan:
+    """Check everything that can be checked without a device, and say what will be done.
+
+    Raises:
+        ConfigError: a setting cannot be used, or the output is not writable.
+        InputError: a table is missing, empty, or breaks its contract.
+        EngineError: the model folder lacks what the driver needs of it.
+    """
+    if config.ds is None:
+        raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
+    check_backend(config.engine.backend)
+    inputs, schemas = _list_inputs(config)
+    if inputs["users"].rows == 0:
+        raise TableError(
+            "users: the table is empty",
+            expected="at least one user",
+            got=f"0 rows in {len(inputs['users'].files)} file(s)",
+            where=config.inputs.users,
+        )
+    user_id = id_type(schemas["users"].field("user_id").type)
+    item_id = id_type(schemas["catalog"].field("item_id").type)
+    _check_id_types(schemas, inputs, user_id, item_id)
+    bind_space(config, load_tokenizer(config))
+    _check_writable(config)
+
+    hashes = {
+        "config": _hash_config(config),
+        "inputs": _hash_inputs(inputs),
+        "model": _hash_folder(config.engine.model, "engine.model"),
+        "projector": _hash_folder(config.engine.projector, "engine.projector"),
+    }
+    digest = files.hash_bytes(json.dumps(hashes, sort_keys=True).encode())
+    run_id = f"{config.ds}-{_slug(config.surface)}-{digest[:12]}"
+    return RunPlan(
+        run_id=run_id,
+        ds=config.ds,
+        surface=config.surface,
+        config=config,
+        inputs=inputs,
+        hashes=hashes,
+        num_shards=max(1, -(-inputs["users"].rows // config.run.shard_users)),
+        user_id_type=user_id,
+        item_id_type=item_id,
+        run_dir=files.join(config.run.work_dir, run_id),
+    )
+
+
+def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa.Schema]]:
+    """Every file of every table, each checked against the table's contract on its own."""
+    tables: dict[str, InputTable] = {}
+    schemas: dict[str, pa.Schema] = {}
+    users = users_contract(config.prompt.parsed)
+    for name, path in config.inputs.model_dump().items():
+        if path is None or (name == "candidates" and config.task.score is None):
+            continue
+        found: list[InputFile] = []
+        for file in files.list_parquet(path, name):
+            described, schema = files.describe_file(file, name)
+            if name == "candidates":
+                candidate_shape(schema, file)
+            else:
+                {"users": users, "catalog": CATALOG, "exclusions": EXCLUSIONS}[name].check(
+                    schema, file
+                )
+            _check_same(schemas.setdefault(name, schema), schema, name, file)
+            found.append(described)
+        columns = {field.name: str(field.type) for field in schemas[name]}
+        tables[name] = InputTable(name=name, files=tuple(found), columns=columns)
+    return tables, schemas
+
+
+def _check_same(first: pa.Schema, schema: pa.Schema, table: str, file: str) -> None:
+    """Files of one table must agree on the kind of their ids, and candidates on their shape."""
+    for column in ("user_id", "item_id", "item_ids", "history"):
+        if (column in first.names) != (column in schema.names):
+            if table == "candidates":
+                raise TableError("candidates: files have different shapes", where=file)
+            continue
+        if column in first.names:
+            want, got = id_type(first.field(column).type), id_type(schema.field(column).type)
+            if want != got:
+                raise TableError(
+                    f"{table}: column {column!r} changes its type between files",
+                    expected=f"{want}, as in the first file",
+                    got=str(schema.field(column).type),
+                    where=file,
+                )
+
+
+def _check_id_types(
+    schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable], user_id: str, item_id: str
+) -> None:
+    """The same id must have the same type in every table, or nothing would ever join."""
+    expected = {"user_id": user_id, "item_id": item_id, "item_ids": item_id, "history": item_id}
+    owner = {"user_id": "users", "item_id": "catalog", "item_ids": "catalog", "history": "catalog"}
+    for table, schema in schemas.items():
+        for column, want in expected.items():
+            if column not in schema.names:
+                continue
+            got = id_type(schema.field(column).type)
+            if got != want:
+                raise TableError(
+                    f"{table}: ids in column {column!r} have another type than in {owner[column]}",
+                    expected=want,
+                    got=str(schema.field(column).type),
+                    where=inputs[table].files[0].path,
+                    do="Cast one of the two; ids keep their type and are never converted.",
+                )
+
+
+def _check_writable(config: RunConfig) -> None:
+    if files.local_path(config.run.work_dir) is None:
+        raise ConfigError(
+            "run.work_dir must be a folder of this machine",
+            expected="a local path, or a mounted one that all workers see",
+            got=config.run.work_dir,
+        )
+    for path, setting in (
+        (config.output.path, "output.path"),
+        (config.run.work_dir, "run.work_dir"),
+    ):
+        try:
+            files.check_writable(path, setting)
+        except StorageError as err:
+            raise ConfigError(
+                err.what, got=err.got, where=err.where, do="Choose a folder you may write to."
+            ) from err
+
+
+def _hash_config(config: RunConfig) -> str:
+    """Everything in the configuration but how it is launched, which cannot change a row."""
+    kept = config.model_dump(mode="json", exclude=_LAUNCH_ONLY)
+    for section in ("max_batch_tokens", "max_batch_users"):
+        kept["engine"].pop(section)
+    return files.hash_bytes(json.dumps(kept, sort_keys=True).encode())
+
+
+def _hash_inputs(inputs: Mapping[str, InputTable]) -> str:
+    text = json.dumps({n: t.model_dump(mode="json") for n, t in inputs.items()}, sort_keys=True)
+    return files.hash_bytes(text.encode())
+
+
+def _hash_folder(path: str | None, setting: str) -> str:
+    if path is None:
+        return ""
+    try:
+        return files.hash_folder(path)
+    except (OSError, StorageError) as err:
+        raise EngineError(f"{setting} cannot be read", got=str(err), where=path) from err
+
+
+def _slug(text: str) -> str:
+    """A surface as part of a file name."""
+    return "".join(char if char.isalnum() else "_" for char in text)[:40]

@@ -1,0 +1,253 @@
+"""Prepare: join users, candidates and exclusions into self-contained shard files.
+
+A user's shard is `xxh64(utf8(user_id), seed=42) mod n`, with the hash read as a signed integer and a
+non-negative remainder: what Spark's `pmod(xxhash64(user_id), n)` gives. Each input table is streamed once
+and split by shard; then the shards are joined one at a time, so that memory is bounded by a shard and
+never by the input. Rows of a shard are sorted by `user_id`.
+
+Two shapes of candidates are not per user: a set per segment, and one set shared by all. They are written
+once, beside the shards, and joined when a shard is read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import xxhash
+from numpy.typing import NDArray
+
+from pipelines import files
+from pipelines.catalog import is_saved, read_catalog
+from schemas.runs import RunPlan, Shard
+from schemas.tables import ID_TYPES, CandidateShape, candidate_shape, users_contract
+
+SHARD_SEED = 42
+_ROW, _SHARD, _FILE = "__row", "__shard", "__file"
+
+
+def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
+    """The shard of each user id (as text); a null id goes where the empty text goes."""
+    digest = xxhash.xxh64_intdigest
+    hashes = np.asarray([digest((u or "").encode(), seed=SHARD_SEED) for u in user_ids], dtype=np.uint64)
+    return np.mod(hashes.view(np.int64), num_shards).astype(np.int32)
+
+
+def catalog_dir(plan: RunPlan) -> str:
+    """Where the run's catalog is saved."""
+    return files.join(plan.run_dir, "catalog")
+
+
+def candidate_sets_path(plan: RunPlan) -> str:
+    """Where candidate sets that are not per user are."""
+    return files.join(plan.run_dir, "candidate_sets.parquet")
+
+
+def shards_of(plan: RunPlan) -> list[Shard]:
+    """The shards of a run, in order."""
+    return [
+        Shard(index=i, path=files.join(plan.run_dir, "shards", f"shard-{i:05d}.parquet"))
+        for i in range(plan.num_shards)
+    ]
+
+
+def prepare_run(plan: RunPlan) -> list[Shard]:
+    """Write the catalog, the candidate sets and the shard files; what is already there is kept.
+
+    Raises:
+        CatalogError: an item or its semantic ID cannot be used.
+    """
+    if not is_saved(catalog_dir(plan)):
+        paths = [file.path for file in plan.inputs["catalog"].files]
+        read_catalog(paths, plan.config.sid.space).save(catalog_dir(plan))
+    shards = shards_of(plan)
+    marker = files.join(plan.run_dir, "shards", "_done")
+    if files.exists(marker):
+        return shards
+    spill = Path(files.join(plan.run_dir, "spill"))
+    shutil.rmtree(spill, ignore_errors=True)
+    shape = _candidate_shape(plan)
+    _split(plan, "users", _users_columns(plan), spill)
+    if shape in ("long", "wide"):
+        _split(plan, "candidates", {"item_id" if shape == "long" else "item_ids": "item"}, spill)
+    elif shape is not None:
+        _write_candidate_sets(plan, shape)
+    if "exclusions" in plan.inputs:
+        _split(plan, "exclusions", {"item_id": "item"}, spill)
+    for shard in shards:
+        files.write_parquet(shard.path, _join_shard(plan, shape, spill, shard), sorted_by="user_id")
+    files.write_bytes(marker, b"")
+    shutil.rmtree(spill, ignore_errors=True)
+    return shards
+
+
+def _candidate_shape(plan: RunPlan) -> CandidateShape | None:
+    table = plan.inputs.get("candidates")
+    if table is None:
+        return None
+    _, schema = files.describe_file(table.files[0].path, "candidates")
+    return candidate_shape(schema, table.files[0].path)
+
+
+def _users_columns(plan: RunPlan) -> dict[str, str]:
+    """Columns to keep of the users table and what each holds."""
+    template = plan.config.prompt.parsed
+    kinds = {"user_id": "user", "embedding": "plain", "history": "item", "user_sid": "plain"}
+    contract = users_contract(template)
+    names = [c.name for c in contract.columns if c.name in plan.inputs["users"].columns]
+    return {name: kinds.get(name, "text") for name in names if name != "user_id"}
+
+
+def _id_dtype(kind: str) -> pl.DataType:
+    return pl.String() if kind == "string" else pl.Int64()
+
+
+def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
+    """Stream one table, file after file, into one folder per shard.
+
+    Every file is cast by its own schema before files are joined: the first file's types decide nothing.
+    """
+    frames = []
+    for file in plan.inputs[name].files:
+        frame = pl.scan_parquet(file.path, glob=False, hive_partitioning=False)
+        schema = frame.collect_schema()
+        chosen = [pl.col("user_id").cast(_id_dtype(plan.user_id_type))]
+        chosen += [_column(n, kind, schema[n], plan.item_id_type) for n, kind in columns.items()]
+        frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
+    num_shards = plan.num_shards
+
+    def assign(ids: pl.Series) -> pl.Series:
+        return pl.Series(shard_of(ids.to_list(), num_shards))
+
+    shard = (
+        pl.col("user_id")
+        .cast(pl.String)
+        .map_batches(assign, return_dtype=pl.Int32, is_elementwise=True)
+    )
+    frame = pl.concat(frames, how="vertical").with_row_index(_ROW).with_columns(shard.alias(_SHARD))
+    target = pl.PartitionBy(str(spill / name), key=_SHARD, include_key=False)
+    frame.sink_parquet(target, mkdir=True, compression="lz4", engine="streaming")
+
+
+def _column(name: str, kind: str, found: pl.DataType, item_id_type: str) -> pl.Expr:
+    """One input column in the type its shard column has."""
+    column = pl.col(name)
+    if isinstance(found, pl.Array):
+        column = column.arr.to_list()
+    return column.cast(_shard_dtype(name, kind, found, _id_dtype(item_id_type)))
+
+
+def _spilled(spill: Path, name: str, shard: Shard) -> pl.DataFrame | None:
+    folder = spill / name / f"{_SHARD}={shard.index}"
+    found = sorted(folder.glob("*.parquet")) if folder.exists() else []
+    if not found:
+        return None
+    return pl.read_parquet(found, hive_partitioning=False)
+
+
+def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard: Shard) -> pa.Table:
+    """One shard: users sorted by id, each with its candidates and exclusions.
+
+    A user that stands twice keeps both rows, the later one marked `duplicate` and without lists.
+    Candidates of users that are not in the users table come as rows without a `file`.
+    """
+    item = _id_dtype(plan.item_id_type)
+    columns = _users_columns(plan)
+    users = _spilled(spill, "users", shard)
+    if users is None:
+        users = pl.DataFrame(
+            schema={
+                "user_id": _id_dtype(plan.user_id_type),
+                _ROW: pl.get_index_type(),
+                _FILE: pl.String(),
+                **{n: _shard_dtype(n, kind, pl.List(item), item) for n, kind in columns.items()},
+            }
+        )
+    users = users.sort("user_id", _ROW, nulls_last=True).with_columns(
+        (pl.int_range(pl.len()).over("user_id") > 0).alias("duplicate")
+        & pl.col("user_id").is_not_null()
+    )
+    users = users.rename({_FILE: "file"})
+    candidates = _lists(_spilled(spill, "candidates", shard), shape)
+    if candidates is not None:
+        users = users.with_columns(pl.col("duplicate").not_().alias("__first"))
+        candidates = candidates.with_columns(pl.lit(value=True).alias("__first"))
+        users = users.join(
+            candidates, on=["user_id", "__first"], how="full", coalesce=True, nulls_equal=False
+        )
+        users = users.with_columns(pl.col("duplicate").fill_null(value=False)).drop("__first")
+    else:
+        users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias("candidates"))
+    excluded = _lists(_spilled(spill, "exclusions", shard), "long")
+    if excluded is not None:
+        users = users.join(excluded.rename({"candidates": "excluded"}), on="user_id", how="left")
+    else:
+        users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias("excluded"))
+    users = users.sort("user_id", _ROW, nulls_last=True).drop(_ROW)
+    return _to_arrow(
+        plan, users.select("user_id", "file", "duplicate", *columns, "candidates", "excluded")
+    )
+
+
+def _shard_dtype(name: str, kind: str, found: pl.DataType, item: pl.DataType) -> pl.DataType:
+    if kind == "item":
+        return pl.List(item) if isinstance(found, (pl.List, pl.Array)) else item
+    if kind == "text":
+        return pl.String()
+    return pl.List(pl.Int64() if name == "user_sid" else pl.Float32())
+
+
+def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataFrame | None:
+    """(user_id, candidates): one list per user, in input order; repeated rows of a user are joined."""
+    if frame is None:
+        return None
+    column = "item_ids" if shape == "wide" else "item_id"
+    frame = frame.sort(_ROW)
+    if shape == "wide":
+        frame = frame.explode(column, empty_as_null=False, keep_nulls=False)
+    return frame.group_by("user_id", maintain_order=True).agg(pl.col(column).alias("candidates"))
+
+
+def _to_arrow(plan: RunPlan, users: pl.DataFrame) -> pa.Table:
+    """Arrow with the plain types a shard file has: no large_string, no large_list."""
+    table = users.to_arrow()
+    fields = []
+    for field in table.schema:
+        dtype = field.type
+        if pa.types.is_large_list(dtype) or pa.types.is_list(dtype):
+            inner = dtype.value_type
+            inner = pa.string() if pa.types.is_large_string(inner) else inner
+            inner = pa.string() if pa.types.is_string_view(inner) else inner
+            dtype = pa.list_(inner)
+        elif pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype):
+            dtype = pa.string()
+        fields.append(pa.field(field.name, dtype))
+    return table.cast(pa.schema(fields))
+
+
+def _write_candidate_sets(plan: RunPlan, shape: CandidateShape) -> None:
+    """(segment, candidates) of sets that are not per user; the shared set has a null segment."""
+    item = ID_TYPES[plan.item_id_type]
+    parts = []
+    for file in plan.inputs["candidates"].files:
+        table = files.read_parquet(file.path)
+        if shape == "shared":
+            ids = table.column("item_id").cast(item).combine_chunks()
+            parts.append(pa.table({"segment": pa.nulls(len(ids), pa.string()), "item": ids}))
+        else:
+            frame = pl.from_arrow(table.select(["segment", "item_ids"]))
+            assert isinstance(frame, pl.DataFrame), "two columns are a frame"
+            frame = frame.explode("item_ids", empty_as_null=False, keep_nulls=False)
+            flat = frame.to_arrow()
+            parts.append(
+                pa.table(
+                    {
+                        "segment": flat.column("segment").cast(pa.string()),
+                        "item": flat.column("item_ids").cast(item),
+                    }
+                )
+            )
+    files.write_parquet(candidate_sets_path(plan), pa.concat_tables(parts))

@@ -1,0 +1,141 @@
+"""One shard, start to receipt: read, validate, score, rank, account, stage, and the receipt last.
+
+A shard with a receipt is done and is never run again. Launchers call this and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipelines import files
+from pipelines.catalog import Catalog
+from pipelines.read import ShardInput, read_shard
+from pipelines.score import ShardScores, score_shard
+from pipelines.write import outcome_rows, quarantine_rows, recommendation_rows, stage
+from schemas.errors import AccountingError, NightshelfError, ShardFailedError, StorageError
+from schemas.runs import Counts, RunPlan, Shard, ShardReceipt
+
+if TYPE_CHECKING:
+    from engine.worker import Engine
+
+
+def receipt_path(plan: RunPlan, shard: Shard) -> str:
+    """Where a shard's receipt is."""
+    return files.join(plan.run_dir, "receipts", f"{shard.name}.json")
+
+
+def load_receipt(plan: RunPlan, shard: Shard) -> ShardReceipt | None:
+    """The shard's receipt, or None when it is not done.
+
+    A receipt of which a staged file is gone does not count: the shard is run again.
+    """
+    path = receipt_path(plan, shard)
+    if not files.exists(path):
+        return None
+    try:
+        receipt = ShardReceipt.model_validate(files.read_json(path))
+    except (ValueError, StorageError):
+        return None  # a damaged receipt proves nothing
+    staged = (files.join(plan.run_dir, file.path) for file in receipt.files.values())
+    return receipt if all(files.exists(path) for path in staged) else None
+
+
+def run_shard(
+    plan: RunPlan,
+    shard: Shard,
+    engine: Engine,
+    catalog: Catalog,
+    progress: Callable[[int], None] = lambda users: None,
+) -> ShardReceipt:
+    """Score one shard and leave its receipt.
+
+    Raises:
+        AccountingError: rows do not balance; nothing is kept.
+        StorageError: a file could not be read or written.
+        ShardFailedError: anything else that went wrong inside.
+    """
+    started = time.perf_counter()
+    attempt = uuid.uuid4().hex[:8]
+    with _shard_context(plan, shard):
+        data = read_shard(plan, shard, catalog, engine.vector_dim)
+        scores = score_shard(data, engine, catalog, plan.config.task, progress)
+        quarantined = data.quarantined + scores.quarantined
+        counts = _count(data, scores, len(quarantined))
+        recommendations = recommendation_rows(plan, data, scores, catalog)
+        _balance(counts, len(recommendations), shard)
+        receipt = ShardReceipt(
+            run_id=plan.run_id,
+            shard=shard.index,
+            attempt=attempt,
+            files={
+                "recommendations": stage(plan, shard, attempt, "recommendations", recommendations),
+                "outcomes": stage(
+                    plan, shard, attempt, "outcomes", outcome_rows(plan, data, scores)
+                ),
+                "quarantine": stage(
+                    plan, shard, attempt, "quarantine", quarantine_rows(plan, shard, quarantined)
+                ),
+            },
+            counts=counts,
+            seconds=time.perf_counter() - started,
+            engine_seconds=scores.engine_seconds,
+            legal_mass_sum=float(np.nansum(scores.legal_mass[~scores.rejected])),
+        )
+        files.write_json(receipt_path(plan, shard), receipt.model_dump(mode="json"))
+    return receipt
+
+
+@contextmanager
+def _shard_context(plan: RunPlan, shard: Shard) -> Iterator[None]:
+    """Name the shard in any error raised inside."""
+    where = f"{shard.name} of run {plan.run_id}"
+    try:
+        yield
+    except NightshelfError as err:
+        err.where = f"{err.where}; {where}" if err.where else where
+        raise
+    except Exception as err:
+        raise ShardFailedError(
+            f"{shard.name} failed", got=f"{type(err).__name__}: {err}", where=f"run {plan.run_id}"
+        ) from err
+
+
+def _count(data: ShardInput, scores: ShardScores, rows_quarantined: int) -> Counts:
+    """The shard's counts. Candidates of users that failed in the engine are unused, not scored."""
+    kept = ~scores.rejected
+    lost = 0
+    if data.users.candidates is not None:
+        lost = int(data.users.candidates.lengths[scores.rejected].sum())
+    before = data.counts
+    return before.model_copy(
+        update={
+            "users_recommended": int((scores.returned[kept] > 0).sum()),
+            "users_without_eligible": int((scores.returned[kept] == 0).sum()),
+            "users_quarantined": before.users_quarantined + int(scores.rejected.sum()),
+            "candidates_scored": before.candidates_scored - lost,
+            "candidates_unused": before.candidates_unused + lost,
+            "rows_staged": len(scores.user),
+            "rows_quarantined": rows_quarantined,
+            "users_exact": int((scores.exact & (scores.returned > 0))[kept].sum()),
+            "prompt_tokens": int(scores.prompt_tokens[kept].sum()),
+            "truncated_tokens": int(scores.truncated_tokens[kept].sum()),
+            "rows_forwarded": int(scores.rows.sum()),
+            "rows_naive": int(scores.rows_naive.sum()),
+        }
+    )
+
+
+def _balance(counts: Counts, rows: int, shard: Shard) -> None:
+    problems = counts.imbalances()
+    if rows != counts.rows_staged:
+        problems.append(f"rows written {rows} != rows ranked {counts.rows_staged}")
+    if problems:
+        raise AccountingError(
+            f"{shard.name}: rows do not balance", got="; ".join(problems), do="Nothing was kept."
+        )

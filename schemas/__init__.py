@@ -1,0 +1,1 @@
+"""Contracts every other layer speaks in: errors, settings, tables, semantic IDs, runs."""

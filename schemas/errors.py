@@ -1,0 +1,139 @@
+"""The error tree. Every error a user can cause is here, with the exit code it ends the command with.
+
+NightshelfError                 1   something we did not foresee, still said in words
+├── ConfigError                 2   usage or configuration
+├── InputError                  3   an input breaks its contract
+│   ├── TableError              3   a column is missing or mistyped, a file cannot be read
+│   └── CatalogError            3   a semantic ID or the token behind it is wrong
+├── RunError                    4   the run is incomplete; running it again is safe
+│   ├── ShardFailedError        4   one shard failed in its worker
+│   ├── AccountingError         4   rows in and rows out do not balance
+│   └── StorageError            4   a file could not be written or read back
+├── EngineError                 5   the engine cannot start
+└── AuditRefusedError           6   a gate refused; what was published before stays
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+_MAX_VALUE_CHARS = 200
+
+
+def quoted(value: object) -> str:
+    """`repr` of a value, cut to a length that fits a message."""
+    text = value if isinstance(value, str) and value.startswith("'") else repr(value)
+    return text if len(text) <= _MAX_VALUE_CHARS else text[: _MAX_VALUE_CHARS - 1] + "…"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` when a known word is close, else an empty string."""
+    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class NightshelfError(Exception):
+    """Base of the tree. Reads as: *what failed: expected X, got Y (where). Do this.*"""
+
+    exit_code: ClassVar[int] = 1
+    kind: ClassVar[str] = "error"
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: str | None = None,
+        got: str | None = None,
+        where: str | None = None,
+        do: str | None = None,
+    ) -> None:
+        self.what, self.expected, self.got, self.where, self.do = what, expected, got, where, do
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        facts = [f"expected {self.expected}"] if self.expected else []
+        facts += [f"got {self.got}"] if self.got else []
+        text = self.what + (": " + ", ".join(facts) if facts else "")
+        text += f" ({self.where})" if self.where else ""
+        return text + (f". {self.do}" if self.do else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions cross process borders; the default loses keyword-only arguments.
+        return (_rebuild, (type(self), self.what, self.expected, self.got, self.where, self.do))
+
+    def as_json(self) -> dict[str, str | int | None]:
+        """The error as the command line prints it with `--output json`."""
+        return {"kind": self.kind, "exit_code": self.exit_code, "message": str(self)}
+
+
+def _rebuild(
+    cls: type[NightshelfError],
+    what: str,
+    expected: str | None,
+    got: str | None,
+    where: str | None,
+    do: str | None,
+) -> NightshelfError:
+    return cls(what, expected=expected, got=got, where=where, do=do)
+
+
+class ConfigError(NightshelfError):
+    """A setting or a command-line argument cannot be used."""
+
+    exit_code, kind = 2, "config"
+
+
+class InputError(NightshelfError):
+    """An input breaks its contract."""
+
+    exit_code, kind = 3, "input"
+
+
+class TableError(InputError):
+    """A table's files or columns are not what the contract says."""
+
+    kind = "table"
+
+
+class CatalogError(InputError):
+    """A semantic ID, or a token behind it, cannot be used."""
+
+    kind = "catalog"
+
+
+class RunError(NightshelfError):
+    """The run is incomplete; running the same command again continues it."""
+
+    exit_code, kind = 4, "run"
+
+
+class ShardFailedError(RunError):
+    """One shard failed in its worker."""
+
+    kind = "shard"
+
+
+class AccountingError(RunError):
+    """Rows in and rows out do not balance: nothing of the shard is kept."""
+
+    kind = "accounting"
+
+
+class StorageError(RunError):
+    """A file of the run or of the table could not be written or read back."""
+
+    kind = "storage"
+
+
+class EngineError(NightshelfError):
+    """The engine cannot start on this machine with this model."""
+
+    exit_code, kind = 5, "engine"
+
+
+class AuditRefusedError(NightshelfError):
+    """An audit gate refused to publish the run."""
+
+    exit_code, kind = 6, "audit"

@@ -1,0 +1,146 @@
+"""What goes into the engine and what comes out: columnar, by catalog position, no ids and no tensors.
+
+Legend: U users of a batch, D vector length, N items of the catalog, S distinct SIDs of the catalog.
+An *item* is a row number of the catalog; a *sid* is a number 0..S-1, in lexicographic order of the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+T = TypeVar("T", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Lists of different lengths: list r is `values[offsets[r]:offsets[r + 1]]`."""
+
+    offsets: Ints  # [rows + 1]
+    values: Ints  # [offsets[-1]]
+
+    @classmethod
+    def from_lists(cls, lists: Iterable[Iterable[int]]) -> Ragged:
+        """Build from Python lists; for tests and small inputs."""
+        rows = [np.asarray(list(row), dtype=np.int64) for row in lists]
+        values = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
+        return cls.from_lengths(np.asarray([len(row) for row in rows], dtype=np.int64), values)
+
+    @classmethod
+    def from_lengths(cls, lengths: NDArray[Any], values: NDArray[Any]) -> Ragged:
+        """Build from the length of each list and their values end to end."""
+        offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return cls(offsets, values.astype(np.int64, copy=False))
+
+    @classmethod
+    def empty(cls, rows: int) -> Ragged:
+        """`rows` empty lists."""
+        return cls(np.zeros(rows + 1, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+    @property
+    def num_rows(self) -> int:
+        """How many lists."""
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        """Length of each list `[rows]`."""
+        return np.diff(self.offsets)
+
+    @property
+    def row_ids(self) -> Ints:
+        """The list each value belongs to `[values]`."""
+        return np.repeat(np.arange(self.num_rows, dtype=np.int64), self.lengths)
+
+    def row(self, index: int) -> Ints:
+        """One list."""
+        return self.values[self.offsets[index] : self.offsets[index + 1]]
+
+    def take(self, rows: Ints) -> Ragged:
+        """The lists at `rows`, in that order."""
+        lengths = self.lengths[rows]
+        out = Ragged.from_lengths(lengths, np.empty(0, dtype=np.int64))
+        source = np.repeat(self.offsets[rows] - out.offsets[:-1], lengths)
+        return Ragged(out.offsets, self.values[source + np.arange(out.offsets[-1])])
+
+    def keep(self, mask: NDArray[np.bool_]) -> Ragged:
+        """The same lists without the values where `mask` `[values]` is False."""
+        lengths = np.bincount(self.row_ids[mask], minlength=self.num_rows)
+        return Ragged.from_lengths(lengths, self.values[mask])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserBatch:
+    """Users as the engine sees them: valid, joined, and by catalog position."""
+
+    num_users: int
+    vectors: NDArray[np.float32] | None = None  # [U, D]
+    history: Ragged | None = None  # items, latest last
+    user_sids: Ragged | None = None  # codes, one per level of the SID space
+    texts: Mapping[str, list[str]] = field(default_factory=dict)  # column -> [U]
+    candidates: Ragged | None = None  # items to score, each once per user, none excluded
+    excluded: Ragged | None = None  # items never to return
+
+    def take(self, rows: Ints) -> UserBatch:
+        """The users at `rows`, in that order."""
+
+        def ragged(value: Ragged | None) -> Ragged | None:
+            return None if value is None else value.take(rows)
+
+        return UserBatch(
+            num_users=len(rows),
+            vectors=None if self.vectors is None else self.vectors[rows],
+            history=ragged(self.history),
+            user_sids=ragged(self.user_sids),
+            texts={name: [values[r] for r in rows] for name, values in self.texts.items()},
+            candidates=ragged(self.candidates),
+            excluded=ragged(self.excluded),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """A row that cannot be used: which user of the batch, the rule it broke, and why."""
+
+    user: int
+    rule: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemScores:
+    """Scored candidates: entry m says user `user[m]` scores `score[m]` nats on item `item[m]`."""
+
+    user: Ints  # [M]
+    item: Ints  # [M]
+    score: NDArray[np.float32]  # [M]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SidBeams:
+    """Generated SIDs, best first per user, and what is known about them."""
+
+    user: Ints  # [M]
+    sid: Ints  # [M]
+    score: NDArray[np.float32]  # [M], nats
+    pruned: NDArray[np.float32]  # [U] best score of any prefix dropped on the way; -inf: none was
+    legal_mass: NDArray[np.float32]  # [U] probability that the first token stays in the catalog
+    width: Ints  # [U] widest level that was forwarded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchResult:
+    """Everything the engine says about one batch of users."""
+
+    num_users: int
+    scored: ItemScores | None
+    generated: SidBeams | None
+    failed: NDArray[np.bool_]  # [U] a NaN appeared: nothing of this user may be used
+    rows: Ints  # [U] rows forwarded through the model for this user, the prompt's included
+    rows_naive: Ints  # [U] rows if every candidate and every beam sent the prompt again

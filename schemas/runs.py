@@ -1,0 +1,228 @@
+"""A run on paper: the plan it starts from, its shards, their receipts, and the manifest of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from schemas.settings import RunConfig
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class InputFile(_Record):
+    """One listed input file. `version` is the etag, or size and change time where there is none."""
+
+    path: str
+    bytes: int
+    rows: int
+    version: str
+
+
+class InputTable(_Record):
+    """The snapshot of an input table: the files found at plan time and nothing else."""
+
+    name: str
+    files: tuple[InputFile, ...]
+    columns: dict[str, str]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all files."""
+        return sum(file.rows for file in self.files)
+
+
+class RunPlan(_Record):
+    """What a run will do. Two plans with the same `run_id` do the same work on the same inputs."""
+
+    run_id: str
+    ds: str
+    surface: str
+    config: RunConfig
+    inputs: dict[str, InputTable]
+    hashes: dict[str, str] = Field(description="config, inputs, catalog, model")
+    num_shards: int
+    user_id_type: Literal["string", "int64"]
+    item_id_type: Literal["string", "int64"]
+    run_dir: str
+
+
+class Shard(_Record):
+    """The unit of work, retry and resume: a fixed, self-contained set of users."""
+
+    index: int
+    path: str
+
+    @property
+    def name(self) -> str:
+        """Name used in files and messages."""
+        return f"shard-{self.index:05d}"
+
+
+class Counts(_Record):
+    """What happened to rows. Sums of shards are counts of the run; `Counts.check` balances them."""
+
+    users_in: int = 0
+    users_recommended: int = 0
+    users_quarantined: int = 0
+    users_without_eligible: int = 0
+    candidates_in: int = 0
+    candidates_scored: int = 0
+    candidates_unknown: int = 0
+    candidates_excluded: int = 0
+    candidates_duplicate: int = 0
+    candidates_unused: int = 0  # of users that were quarantined, or that are not in the users table
+    rows_staged: int = 0
+    rows_quarantined: int = 0
+    users_exact: int = 0
+    prompt_tokens: int = 0
+    truncated_tokens: int = 0
+    unknown_history_items: int = 0
+    rows_forwarded: int = 0
+    rows_naive: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        mine, theirs = self.model_dump(), other.model_dump()
+        return Counts(**{name: mine[name] + theirs[name] for name in mine})
+
+    @classmethod
+    def total(cls, parts: Iterable[Counts]) -> Counts:
+        """Sum of the parts."""
+        total = cls()
+        for part in parts:
+            total = total + part
+        return total
+
+    def imbalances(self) -> list[str]:
+        """Equations that do not hold, in words; empty when everything is accounted for."""
+        users = self.users_recommended + self.users_quarantined + self.users_without_eligible
+        candidates = (
+            self.candidates_scored
+            + self.candidates_unknown
+            + self.candidates_excluded
+            + self.candidates_duplicate
+            + self.candidates_unused
+        )
+        problems = []
+        if users != self.users_in:
+            problems.append(
+                f"users in {self.users_in} != recommended {self.users_recommended} + quarantined "
+                f"{self.users_quarantined} + without eligible {self.users_without_eligible}"
+            )
+        if candidates != self.candidates_in:
+            problems.append(
+                f"candidates in {self.candidates_in} != scored {self.candidates_scored} + unknown "
+                f"{self.candidates_unknown} + excluded {self.candidates_excluded} + duplicate "
+                f"{self.candidates_duplicate} + unused {self.candidates_unused}"
+            )
+        return problems
+
+
+class StagedFile(_Record):
+    """A file a shard left in the run folder, by its path relative to that folder."""
+
+    path: str
+    rows: int
+    bytes: int
+    xxh3: str
+
+
+class ShardReceipt(_Record):
+    """Proof that a shard is done; written last."""
+
+    run_id: str
+    shard: int
+    attempt: str
+    files: dict[Literal["recommendations", "outcomes", "quarantine"], StagedFile]
+    counts: Counts
+    seconds: float
+    engine_seconds: float
+    legal_mass_sum: float = 0.0
+
+
+class GateResult(_Record):
+    """One audit gate: what was measured, what is allowed, and whether it passed."""
+
+    gate: str
+    passed: bool
+    value: float
+    allowed: str
+    detail: str = ""
+
+
+class AuditReport(_Record):
+    """All gates of a run."""
+
+    run_id: str
+    gates: tuple[GateResult, ...]
+
+    @property
+    def refused(self) -> tuple[GateResult, ...]:
+        """Gates that did not pass."""
+        return tuple(gate for gate in self.gates if not gate.passed)
+
+
+class Published(_Record):
+    """What a publish made visible."""
+
+    table: str
+    partition: str
+    files: tuple[str, ...]
+    rows: int
+    run_id: str
+
+
+class RunManifest(_Record):
+    """Everything about a run, written when it ends."""
+
+    plan: RunPlan
+    status: Literal["published", "failed", "refused"]
+    counts: Counts
+    shards: tuple[ShardReceipt, ...]
+    failed_shards: dict[int, str] = {}
+    audit: AuditReport | None = None
+    published: Published | None = None
+    started_at: str
+    finished_at: str
+    seconds: float
+    versions: dict[str, str]
+
+    def summary(self) -> dict[str, Any]:
+        """The one-line JSON of a run."""
+        c = self.counts
+        engine_seconds = sum(receipt.engine_seconds for receipt in self.shards)
+        return {
+            "run_id": self.plan.run_id,
+            "status": self.status,
+            "ds": self.plan.ds,
+            "surface": self.plan.surface,
+            "users_in": c.users_in,
+            "users_recommended": c.users_recommended,
+            "users_quarantined": c.users_quarantined,
+            "users_without_eligible": c.users_without_eligible,
+            "candidates_in": c.candidates_in,
+            "candidates_scored": c.candidates_scored,
+            "rows_published": self.published.rows if self.published else 0,
+            "rows_quarantined": c.rows_quarantined,
+            "exact_share": _share(c.users_exact, c.users_recommended),
+            "published": self.published.partition if self.published else None,
+            "run_dir": self.plan.run_dir,
+            "shards": self.plan.num_shards,
+            "shards_failed": len(self.failed_shards),
+            "seconds": round(self.seconds, 3),
+            "engine_seconds": round(engine_seconds, 3),
+            "users_per_s": round(c.users_in / self.seconds, 2) if self.seconds else 0.0,
+            "prompt_tokens": c.prompt_tokens,
+            "truncated_tokens": c.truncated_tokens,
+            "rows_forwarded": c.rows_forwarded,
+            "rows_naive": c.rows_naive,
+            "sharing": _share(c.rows_naive, c.rows_forwarded),
+        }
+
+
+def _share(part: int, whole: int) -> float | None:
+    return round(part / whole, 4) if whole else None

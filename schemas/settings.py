@@ -1,0 +1,342 @@
+"""A run's configuration: one YAML file, checked whole before anything starts.
+
+Unknown keys are errors. Paths are taken relative to the file. `{ds}` and `{surface}` in a path are
+replaced, so that one file serves every night. `json_schema()` feeds editors.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from schemas.errors import ConfigError, did_you_mean, quoted
+from schemas.semantic_ids import SidSpace
+from schemas.templates import PromptTemplate, parse_template
+
+ScoreNorm = Literal["full_vocab", "sid_range", "level", "trie"]
+CollisionPolicy = Literal["all", "most_popular", "first"]
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+S = TypeVar("S", bound="_Section")
+_URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^/")
+_DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class EngineSettings(_Section):
+    """What runs the model, and how much it may take at once."""
+
+    backend: str = Field("torch", description="fake | torch; see engine/registry.py")
+    model: str | None = Field(
+        None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
+    )
+    projector: str | None = Field(
+        None, description="Folder with projector.json and projector.safetensors for {user_vector}"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Model precision")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: CUDA when there is one"
+    )
+    max_batch_tokens: Positive = Field(
+        8192, description="Rows (prompt tokens, tree nodes, beams) in one packed pass"
+    )
+    max_batch_users: Positive = Field(256, description="Users in one packed pass")
+    seed: int = Field(0, description="Seed of the fake backend")
+
+
+class SidSettings(_Section):
+    """The SID space. `tokens[l]` is the text of level l's tokens with `{code}` for the number."""
+
+    sizes: tuple[Positive, ...] = Field(min_length=1, max_length=16)
+    tokens: tuple[str, ...] = Field(min_length=1, max_length=16)
+
+    @property
+    def space(self) -> SidSpace:
+        """The space these settings describe."""
+        return SidSpace(self.sizes, self.tokens)
+
+
+class PromptSettings(_Section):
+    """The prompt of one user; see schemas/templates.py for the slots."""
+
+    template: str
+    max_tokens: Positive = Field(1024, description="Longest prompt; the oldest history goes first")
+    history_max_items: Positive = Field(50, description="Latest items kept in {history}")
+    history_separator: str = Field("", description="Text between two items of {history}")
+    null_text: str | None = Field(
+        None, description="Written for a null text or scalar; when unset the row is quarantined"
+    )
+
+    @property
+    def parsed(self) -> PromptTemplate:
+        """The template's segments."""
+        return parse_template(self.template)
+
+
+class InputSettings(_Section):
+    """Where the tables are: a Parquet file, a folder of them, or a glob."""
+
+    users: str
+    catalog: str
+    candidates: str | None = None
+    exclusions: str | None = None
+
+
+class ScoreSettings(_Section):
+    """Score the candidate sets of the candidates table."""
+
+
+class GenerateSettings(_Section):
+    """Beam search over the catalog."""
+
+    width: Positive | tuple[Positive, ...] = Field(
+        64, description="Beams kept per level: one number, or one per level"
+    )
+    exact: bool = Field(False, description="Widen users whose top-k is not certified")
+    max_width: Positive = Field(4096, description="Widest beam that exact may use")
+
+    def widths(self, num_levels: int) -> tuple[int, ...]:
+        """Width of each level that is forwarded (all but the last)."""
+        if isinstance(self.width, int):
+            return (self.width,) * max(num_levels - 1, 1)
+        if len(self.width) < num_levels - 1:
+            raise ConfigError(
+                "task.generate.width is too short",
+                expected=f"one number, or at least {num_levels - 1} (levels of the SID space - 1)",
+                got=quoted(list(self.width)),
+            )
+        return tuple(self.width)
+
+
+class TaskSettings(_Section):
+    """What to compute for each user. Give `score: {}`, `generate: {}` or both."""
+
+    k: Positive = Field(20, description="Recommendations per user")
+    score_norm: ScoreNorm = "full_vocab"
+    collisions: CollisionPolicy = Field("all", description="Items kept of those that share one SID")
+    score: ScoreSettings | None = None
+    generate: GenerateSettings | None = None
+
+    @model_validator(mode="after")
+    def _some_task(self) -> TaskSettings:
+        if self.score is None and self.generate is None:
+            raise ValueError("task needs 'score: {}', 'generate: {}' or both")
+        return self
+
+
+class OutputSettings(_Section):
+    """Where recommendations are published."""
+
+    path: str = Field(description="Root of the table; partitions ds=…/surface=… below it")
+    format: Literal["parquet"] = "parquet"
+    layout: Literal["long", "wide"] = Field(
+        "long", description="long: a row per recommendation; wide: a row per user"
+    )
+
+
+class RunSettings(_Section):
+    """How a run is cut up and launched."""
+
+    work_dir: str = Field("runs", description="Folder of run folders")
+    shard_users: Positive = Field(5000, description="Users per shard, about")
+    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="Worker processes; auto: one per GPU, else one; 0: in this process"
+    )
+    max_attempts: Positive = Field(3, description="Tries of a shard whose worker dies")
+    shard_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        3600.0, description="A worker that reports nothing for this long is ended"
+    )
+
+
+class AuditSettings(_Section):
+    """Gates between scoring and publishing. Conservation, duplicates, catalog validity, excluded
+    items and scores are always checked and always refuse."""
+
+    min_coverage: Share = Field(0.0, description="Least share of users that got a recommendation")
+    max_quarantine_rate: Share = Field(0.5, description="Largest share of users quarantined")
+
+
+def _known_ds(value: str | None) -> str | None:
+    if value is not None:
+        if not _DS.match(value):
+            raise ValueError("must be a date like 2026-11-28")
+        dt.date.fromisoformat(value)
+    return value
+
+
+class RunConfig(_Section):
+    """The whole file."""
+
+    surface: Annotated[str, Field(min_length=1)] = Field(description="Where the items are shown")
+    ds: Annotated[str | None, AfterValidator(_known_ds)] = Field(
+        None, description="Partition date, YYYY-MM-DD; --ds wins"
+    )
+    engine: EngineSettings = EngineSettings()  # type: ignore[call-arg]
+    sid: SidSettings
+    prompt: PromptSettings
+    inputs: InputSettings
+    task: TaskSettings
+    output: OutputSettings
+    run: RunSettings = RunSettings()  # type: ignore[call-arg]
+    audit: AuditSettings = AuditSettings()  # type: ignore[call-arg]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        template = self.prompt.parsed
+        _ = self.sid.space
+        if self.task.generate is not None:
+            self.task.generate.widths(len(self.sid.sizes))
+        if self.task.score is not None and self.inputs.candidates is None:
+            raise ConfigError("task.score needs inputs.candidates", got="none")
+        if self.engine.backend != "fake" and self.engine.model is None:
+            raise ConfigError(
+                f"engine.model is missing for backend {self.engine.backend!r}",
+                expected="a checkpoint folder",
+            )
+        if template.uses("user_vector") and self.engine.projector is None:
+            if self.engine.backend != "fake":
+                raise ConfigError("prompt.template has {user_vector} but engine.projector is unset")
+        return self
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a run configuration."""
+    return RunConfig.model_json_schema()
+
+
+def load_config(
+    path: str | Path, *, overrides: list[str] | None = None, ds: str | None = None
+) -> RunConfig:
+    """Read, override, check and resolve a configuration file.
+
+    Args:
+        path: the YAML file; paths inside are relative to its folder.
+        overrides: `a.b=value` items, the value in YAML.
+        ds: partition date that wins over the file's.
+
+    Raises:
+        ConfigError: naming the file, the field, what is allowed and what was found.
+    """
+    file = Path(path)
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("the configuration file does not exist", got=quoted(str(path))) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            "the configuration is a folder", expected="a YAML file", got=quoted(str(path))
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
+        raise ConfigError(
+            "the configuration file cannot be read", got=" ".join(str(err).split()), where=str(path)
+        ) from err
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            "the configuration is not a mapping", got=type(raw).__name__, where=str(path)
+        )
+    if isinstance(raw.get("ds"), dt.date):
+        raw["ds"] = raw["ds"].isoformat()
+    for item in overrides or []:
+        _override(raw, item)
+    if ds is not None:
+        raw["ds"] = ds
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as err:
+        raise _readable(err, str(path)) from None
+    except ConfigError as err:
+        err.where = err.where or str(path)
+        raise
+    return _resolve_paths(config, file.resolve().parent)
+
+
+def _override(raw: dict[str, Any], item: str) -> None:
+    key, equals, text = item.partition("=")
+    if not equals or not key:
+        raise ConfigError("--set cannot be read", expected="section.field=value", got=quoted(item))
+    *parents, leaf = key.split(".")
+    node = raw
+    for parent in parents:
+        child = node.get(parent)
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {key}: {parent!r} is not a section", got=quoted(child))
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as err:
+        raise ConfigError(f"--set {key}: the value is not YAML", got=quoted(text)) from err
+    if isinstance(node[leaf], dt.date):
+        node[leaf] = node[leaf].isoformat()
+
+
+def _readable(error: ValidationError, where: str) -> ConfigError:
+    problems = list(dict.fromkeys(_problem(detail) for detail in error.errors()))
+    if len(problems) == 1:
+        return ConfigError(f"configuration: {problems[0]}", where=where)
+    lines = "".join(f"\n  - {problem}" for problem in problems)
+    return ConfigError(f"configuration has {len(problems)} problems{lines}\n", where=where)
+
+
+def _problem(detail: ErrorDetails) -> str:
+    loc = [str(part) for part in detail["loc"]]
+    name = ".".join(loc) or "file"
+    if detail["type"] == "extra_forbidden":
+        section = _section_at(loc[:-1])
+        allowed = sorted(section.model_fields) if section is not None else []
+        return (
+            f"{name}: unknown key{did_you_mean(loc[-1], allowed)} (allowed: {', '.join(allowed)})"
+        )
+    if detail["type"] == "missing":
+        return f"{name}: required but missing"
+    message = detail["msg"].removeprefix("Value error, ")
+    if not loc:
+        return message
+    return f"{name}: {message[:1].lower()}{message[1:]}, got {quoted(detail['input'])}"
+
+
+def _section_at(loc: list[str]) -> type[BaseModel] | None:
+    section: type[BaseModel] = RunConfig
+    for part in loc:
+        field = section.model_fields.get(part)
+        if field is None:
+            return None
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        found = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+        if not found:
+            return None
+        section = found[0]
+    return section
+
+
+def _resolve_paths(config: RunConfig, base: Path) -> RunConfig:
+    def full(value: str | None) -> str | None:
+        if value is None:
+            return None
+        value = value.replace("{surface}", config.surface)
+        if config.ds is not None:
+            value = value.replace("{ds}", config.ds)
+        return value if _URL.match(value) else str(base / value)
+
+    def rebased(section: S, *names: str) -> S:
+        return section.model_copy(update={n: full(getattr(section, n)) for n in names})
+
+    return config.model_copy(
+        update={
+            "engine": rebased(config.engine, "model", "projector"),
+            "inputs": rebased(config.inputs, *InputSettings.model_fields),
+            "output": rebased(config.output, "path"),
+            "run": rebased(config.run, "work_dir"),
+        }
+    )

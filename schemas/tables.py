@@ -1,0 +1,254 @@
+"""Contracts of the tables: which columns, of which types, and the message when a file differs.
+
+Ids are strings or int64 and keep their type from input to output. Unknown columns are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.types as pt
+
+from schemas.errors import TableError, did_you_mean
+from schemas.templates import PromptTemplate
+
+IdType = Literal["string", "int64"]
+ID_TYPES: dict[str, pa.DataType] = {"string": pa.string(), "int64": pa.int64()}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A family of Arrow types a column may have."""
+
+    words: str
+    accepts: Callable[[pa.DataType], bool]
+
+
+def _plain(dtype: pa.DataType) -> pa.DataType:
+    return dtype.value_type if pt.is_dictionary(dtype) else dtype
+
+
+def _is_text(dtype: pa.DataType) -> bool:
+    dtype = _plain(dtype)
+    return bool(pt.is_string(dtype) or pt.is_large_string(dtype) or pt.is_string_view(dtype))
+
+
+def _is_int(dtype: pa.DataType) -> bool:
+    return bool(pt.is_signed_integer(dtype) or pt.is_uint8(dtype) or pt.is_uint16(dtype))
+
+
+def _is_id(dtype: pa.DataType) -> bool:
+    return _is_text(dtype) or _is_int(_plain(dtype))
+
+
+def _is_list(dtype: pa.DataType) -> bool:
+    return bool(pt.is_list(dtype) or pt.is_large_list(dtype) or pt.is_fixed_size_list(dtype))
+
+
+def _list_of(inner: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
+    return lambda dtype: _is_list(dtype) and inner(dtype.value_type)
+
+
+def _is_scalar(dtype: pa.DataType) -> bool:
+    dtype = _plain(dtype)
+    simple = pt.is_integer(dtype) or pt.is_floating(dtype) or pt.is_boolean(dtype)
+    return bool(simple or _is_text(dtype) or pt.is_temporal(dtype) or pt.is_decimal(dtype))
+
+
+def _is_number(dtype: pa.DataType) -> bool:
+    return bool(pt.is_integer(dtype) or pt.is_floating(dtype))
+
+
+ID = Kind("string or int64", _is_id)
+ID_LIST = Kind("list of string or of int64", _list_of(_is_id))
+VECTOR = Kind("list or fixed_size_list of float16, float32 or float64", _list_of(pt.is_floating))
+INT_LIST = Kind("list of integers", _list_of(pt.is_integer))
+SCALAR = Kind("string, number, boolean or date", _is_scalar)
+TEXT = Kind("string", _is_text)
+NUMBER = Kind("number", _is_number)
+SID = Kind(
+    "list of codes, list of token strings, or one string '<a_1><b_2>'",
+    lambda dtype: _is_text(dtype) or _list_of(lambda t: pt.is_integer(t) or _is_text(t))(dtype),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a contract."""
+
+    name: str
+    kind: Kind
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class TableContract:
+    """The columns a table must and may have."""
+
+    table: str
+    columns: tuple[Column, ...]
+
+    def check(self, schema: pa.Schema, file: str) -> None:
+        """Raise `TableError` naming file, column, expected and got, for the first column that differs."""
+        for column in self.columns:
+            indices = schema.get_all_field_indices(column.name)
+            if len(indices) > 1:
+                raise TableError(
+                    f"{self.table}: column {column.name!r} stands {len(indices)} times", where=file
+                )
+            if not indices:
+                if column.required:
+                    raise TableError(
+                        f"{self.table}: column {column.name!r} is missing",
+                        expected=column.kind.words,
+                        got=f"columns {', '.join(schema.names)}"
+                        + did_you_mean(column.name, schema.names),
+                        where=file,
+                    )
+                continue
+            dtype = schema.field(column.name).type
+            if not column.kind.accepts(dtype):
+                raise TableError(
+                    f"{self.table}: column {column.name!r} has the wrong type",
+                    expected=column.kind.words,
+                    got=str(dtype),
+                    where=file,
+                )
+
+    def present(self, schema: pa.Schema) -> list[str]:
+        """Names of the contract's columns that this schema has."""
+        return [column.name for column in self.columns if column.name in schema.names]
+
+
+def users_contract(template: PromptTemplate) -> TableContract:
+    """The users table, as far as this template reads it."""
+    columns = [Column("user_id", ID)]
+    if template.uses("user_vector"):
+        columns.append(Column("embedding", VECTOR))
+    if template.uses("history"):
+        columns.append(Column("history", ID_LIST))
+    if template.uses("user_sid"):
+        columns.append(Column("user_sid", INT_LIST))
+    columns += [
+        Column(name, SCALAR)
+        for name in template.columns
+        if name not in ("user_id", "embedding", "history", "user_sid")
+    ]
+    if "segment" not in template.columns:
+        columns.append(Column("segment", SCALAR, required=False))
+    return TableContract("users", tuple(columns))
+
+
+CATALOG = TableContract(
+    "catalog",
+    (
+        Column("item_id", ID),
+        Column("sid", SID),
+        Column("popularity", NUMBER, required=False),
+        Column("title", TEXT, required=False),
+        Column("text", TEXT, required=False),
+    ),
+)
+EXCLUSIONS = TableContract("exclusions", (Column("user_id", ID), Column("item_id", ID)))
+
+CandidateShape = Literal["long", "wide", "segment", "shared"]
+CANDIDATES: dict[CandidateShape, TableContract] = {
+    "wide": TableContract("candidates", (Column("user_id", ID), Column("item_ids", ID_LIST))),
+    "long": TableContract("candidates", (Column("user_id", ID), Column("item_id", ID))),
+    "segment": TableContract(
+        "candidates", (Column("segment", SCALAR), Column("item_ids", ID_LIST))
+    ),
+    "shared": TableContract("candidates", (Column("item_id", ID),)),
+}
+
+
+def candidate_shape(schema: pa.Schema, file: str) -> CandidateShape:
+    """Which of the four shapes a candidates file has, by its column names."""
+    names = set(schema.names)
+    for shape, contract in CANDIDATES.items():
+        if {column.name for column in contract.columns} <= names:
+            contract.check(schema, file)
+            return shape
+    raise TableError(
+        "candidates: the columns are none of the known shapes",
+        expected="(user_id, item_id), (user_id, item_ids), (segment, item_ids) or (item_id)",
+        got=f"columns {', '.join(schema.names)}",
+        where=file,
+    )
+
+
+def id_type(dtype: pa.DataType) -> IdType:
+    """The type ids of this Arrow type have inside: strings stay strings, integers become int64."""
+    if _is_list(dtype):
+        dtype = dtype.value_type
+    return "string" if _is_text(dtype) else "int64"
+
+
+def shard_schema(user_id: IdType, item_id: IdType, columns: pa.Schema) -> pa.Schema:
+    """A prepared shard: the users columns plus the lists that belong to each user."""
+    items = pa.list_(ID_TYPES[item_id])
+    return pa.schema(
+        [
+            pa.field("user_id", ID_TYPES[user_id]),
+            pa.field("file", pa.string()),
+            pa.field("duplicate", pa.bool_()),
+            *(columns.field(n) for n in columns.names if n != "user_id"),
+            pa.field("candidates", items),
+            pa.field("excluded", items),
+        ]
+    )
+
+
+def recommendations_schema(user_id: IdType, item_id: IdType) -> pa.Schema:
+    """The published table, long layout, without its partition columns `ds` and `surface`.
+
+    Those stand in the path, as Hive, Spark and pyarrow expect: a file that repeats them makes
+    `pyarrow.parquet.read_table(root)` fail.
+    """
+    return pa.schema(
+        [
+            pa.field("user_id", ID_TYPES[user_id], nullable=False),
+            pa.field("rank", pa.int32(), nullable=False),
+            pa.field("item_id", ID_TYPES[item_id], nullable=False),
+            pa.field("score", pa.float32(), nullable=False),
+            pa.field("source", pa.string(), nullable=False),
+            pa.field("exact", pa.bool_(), nullable=False),
+            pa.field("run_id", pa.string(), nullable=False),
+        ]
+    )
+
+
+def outcomes_schema(user_id: IdType) -> pa.Schema:
+    """One row per user that was not quarantined: what it got and what it took."""
+    return pa.schema(
+        [
+            pa.field("user_id", ID_TYPES[user_id], nullable=False),
+            pa.field("status", pa.string(), nullable=False),
+            pa.field("reason", pa.string()),
+            pa.field("returned", pa.int32(), nullable=False),
+            pa.field("exact", pa.bool_(), nullable=False),
+            pa.field("legal_mass", pa.float32()),
+            pa.field("prompt_tokens", pa.int32(), nullable=False),
+            pa.field("truncated_tokens", pa.int32(), nullable=False),
+            pa.field("rows_forwarded", pa.int32(), nullable=False),
+        ]
+    )
+
+
+QUARANTINE = pa.schema(
+    [
+        pa.field("ds", pa.string(), nullable=False),
+        pa.field("surface", pa.string(), nullable=False),
+        pa.field("table", pa.string(), nullable=False),
+        pa.field("key", pa.string()),
+        pa.field("rule", pa.string(), nullable=False),
+        pa.field("message", pa.string(), nullable=False),
+        pa.field("payload", pa.string()),
+        pa.field("file", pa.string()),
+        pa.field("run_id", pa.string(), nullable=False),
+        pa.field("shard", pa.int32(), nullable=False),
+    ]
+)

@@ -1,1 +1,1 @@
-"""Compute on one device: prompts, token trees, scoring and beam search, over a small Backend protocol."""
+"""Compute on one device: prompts, token trees, scoring and beams over a Backend protocol."""

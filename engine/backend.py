@@ -1,8 +1,8 @@
-"""The one primitive: prefill prompts once, hang token trees on them, read log-probabilities at the rows.
+"""The one primitive: prefill prompts once, hang token trees on them, read log-probabilities.
 
-A *row* is a place a next token can be predicted from. In a context of B prompts, rows 0..B-1 are the
-prompt ends and row B + i is the i-th node that was appended. Item scoring, label scoring and beam search
-are written once over this protocol; a backend only supplies it.
+A *row* is a place a next token can be predicted from. In a context of B prompts, rows 0..B-1 are
+the prompt ends and row B + i is the i-th node that was appended. Item scoring, label scoring and
+beam search are written once over this protocol; a backend only supplies it.
 
 Legend: B prompts, T prompt tokens, n nodes of one call, R rows read, M targets read, C columns.
 """
@@ -72,8 +72,8 @@ class PackedPrompts:
 class NodeBatch:
     """n tree nodes to append. A parent may be a prompt end, an older node, or a node of this call.
 
-    `slot` numbers the nodes of one prompt inside this call, each below `num_slots`: it tells the backend
-    where a node goes when it lays nodes out as `[B, num_slots]`, without asking the device.
+    `slot` numbers the nodes of one prompt inside this call, each below `num_slots`: it tells the
+    backend where a node goes when it lays nodes out as `[B, num_slots]`, without asking the device.
     """
 
     prompt: Tensor  # [n] int64
@@ -89,7 +89,8 @@ class NodeBatch:
 class Targets:
     """M (row, column) pairs whose log-probability is read. `row` is ascending.
 
-    Pairs with `real` False are padding: their value is meaningless and they never enter a normaliser.
+    Pairs with `real` False are padding: their value is meaningless and they never enter a
+    normaliser.
     """
 
     row: Tensor  # [M] int64, index into the rows of the call
@@ -102,8 +103,8 @@ class Targets:
 class Norm:
     """What p is a softmax over (DESIGN: score semantics).
 
-    `columns` holds the token ids for `sid_range` and `level`; under `trie` the softmax is over the row's
-    own targets, which must then be all children of the row's prefix.
+    `columns` holds the token ids for `sid_range` and `level`; under `trie` the softmax is over the
+    row's own targets, which must then be all children of the row's prefix.
     """
 
     kind: ScoreNorm
@@ -139,7 +140,8 @@ class Backend(Protocol):
     def extend(self, context: Context, nodes: NodeBatch) -> None:
         """Forward nodes and append them to the context: rows `num_rows .. num_rows + n - 1`.
 
-        A node sees its prompt and its ancestors and nothing else. Nothing stored is moved or copied.
+        A node sees its prompt and its ancestors and nothing else. Nothing stored is moved or
+        copied.
         """
 
     def log_probs(self, context: Context, rows: Tensor, targets: Targets, norm: Norm) -> Tensor:

@@ -1,18 +1,20 @@
 """Trie-constrained beam search with a certificate of exactness.
 
-The tree of beams only grows: a step appends W nodes per prompt, an ancestor table says who sees whom, and
-no KV is copied. Candidates are the children in the catalog's trie, so no invalid semantic ID can appear;
-they are masked before selection; and every step has a shape known before it starts, so that nothing waits
-for the device inside the loop.
+The tree of beams only grows: a step appends W nodes per prompt, an ancestor table says who sees
+whom, and no KV is copied. Candidates are the children in the catalog's trie, so no invalid semantic
+ID can appear; they are masked before selection; and every step has a shape known before it starts,
+so that nothing waits for the device inside the loop.
 
-Certificate: every log-probability is <= 0, so no descendant of a dropped prefix can beat that prefix. If
-the k-th result scores above the best prefix ever dropped, the top k is the model's exact top k over the
-whole catalog.
+Certificate: every log-probability is <= 0, so no descendant of a dropped prefix can beat that
+prefix. If the k-th result scores above the best prefix ever dropped, the top k is the model's exact
+top k over the whole catalog.
 
-Sources: beams as one shared context plus ancestor indices: NVIDIA recsys-examples `sid-gr-inference` and
-xGR (arXiv 2512.11529); constraint by CSR trie: STATIC (arXiv 2602.22647). The certificate is ours.
+Sources: beams as one shared context plus ancestor indices: NVIDIA recsys-examples
+`sid-gr-inference` and xGR (arXiv 2512.11529); constraint by CSR trie: STATIC (arXiv 2602.22647).
+The certificate is ours.
 
-Legend: B prompts, W beams of a prompt at this level, M child slots of a prompt (an upper bound), K results.
+Legend: B prompts, W beams of a prompt at this level, M child slots of a prompt (an upper bound), K
+results.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ def beam_search(
 
     Args:
         widths: beams kept after each level but the last; at the last level the best k are kept.
-        dead: sorted keys of prefixes a prompt must not enter (engine/exclusions.py), `user` being the
-            prompt's position in the context.
+        dead: sorted keys of the prefixes each prompt must not enter (engine/exclusions.py), where
+            `user` is the prompt's row in the context.
     """
     trie = index.trie
     num_prompts = len(prompts)
@@ -117,8 +119,7 @@ def rows_per_prompt(index: DeviceTrie, widths: tuple[int, ...]) -> int:
 
 
 def _nodes_at(index: DeviceTrie, depth: int) -> int:
-    level = index.trie.level(depth)
-    return level.stop - level.start
+    return int(index.trie.level_start[depth + 1] - index.trie.level_start[depth])
 
 
 def _root(prompts: Tensor) -> _Front:
@@ -221,8 +222,9 @@ def _collect(
 def _sort_key(score: Tensor, order: Tensor) -> Tensor:
     """One int64 per entry: larger is better score, then smaller `order`. Makes top-k deterministic.
 
-    The bits of a float sort as integers once those of negative numbers are flipped; `order`, below 2^32,
-    fills the low half, so that equal scores fall back on it and no two keys of a row are equal.
+    The bits of a float sort as integers once those of negative numbers are flipped; `order`, below
+    2^32, fills the low half, so that equal scores fall back on it and no two keys of a row are
+    equal.
     """
     bits = (score + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)

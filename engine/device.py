@@ -1,4 +1,4 @@
-"""Which device this process owns. The only reader of CUDA_VISIBLE_DEVICES, and it imports no torch."""
+"""Which device this process owns: the only reader of CUDA_VISIBLE_DEVICES; no torch here."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class DeviceTrie:
     device: torch.device
 
     def is_dead(self, user: Tensor, node: Tensor, dead: Tensor) -> Tensor:
-        """Whether (user, node) is among the sorted keys `dead` (engine/exclusions.py); elementwise."""
+        """Whether (user, node) is among the sorted keys `dead` of engine/exclusions.py."""
         key = user * self.trie.num_nodes + node
         at = torch.searchsorted(dead, key).clamp(max=len(dead) - 1)
         return dead[at] == key
@@ -48,7 +48,7 @@ def to_device(
     sets = {"full_vocab": None, "trie": None, "sid_range": every}
     norms = tuple(Norm(norm, sets.get(norm, level)) for level in columns)
 
-    def put(array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
 
     return DeviceTrie(

@@ -1,8 +1,10 @@
-"""A deterministic backend without a model: log-probabilities from a hash of (seed, prompt, path, token).
+"""A deterministic backend without a model: log-probabilities from a hash of (seed, prompt, path,
+token).
 
-It runs the real algorithms over the real primitive, so a whole pipeline can be tried in milliseconds and
-every score checked by hand (`fake_log_prob`). Its numbers are a sub-distribution: each log-probability is
-<= 0 and the probabilities of a softmax set sum to at most 1; under `trie` they sum to exactly 1.
+It runs the real algorithms over the real primitive, so a whole pipeline can be tried in
+milliseconds and every score checked by hand (`fake_log_prob`). Its numbers are a sub-distribution:
+each log-probability is <= 0 and the probabilities of a softmax set sum to at most 1; under `trie`
+they sum to exactly 1.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.backend import BackendFacts, Norm, NodeBatch, PackedPrompts, Targets
+from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets
 from engine.score_norms import log_softmax_of_targets
 from schemas.settings import EngineSettings
 

@@ -1,7 +1,8 @@
 """Multi-item scoring: every candidate of every user in one pass over token trees.
 
-score(item) = sum over its SID tokens of log p(token | prompt, tokens before). Prefixes that candidates
-share are forwarded once and the last token of a candidate is not forwarded (engine/token_tree.py).
+score(item) = sum over its SID tokens of log p(token | prompt, tokens before). Prefixes that
+candidates share are forwarded once and the last token of a candidate is not forwarded
+(engine/token_tree.py).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def _parent_rows(tree: TokenTree, depth: int, starts: Ints) -> Ints:
     level = tree.levels[depth]
     if depth == 0:
         return level.user
-    return starts[depth - 1] + tree.levels[depth - 1].forward_index[level.parent]
+    rows: Ints = starts[depth - 1] + tree.levels[depth - 1].forward_index[level.parent]
+    return rows
 
 
 def _node_batches(
@@ -120,7 +122,9 @@ def _read_level(
 def _all_children(
     index: DeviceTrie, level: TreeLevel, depth: int, row_of_node: Ints
 ) -> tuple[Targets, Ints]:
-    """Targets: every child in the catalog of every parent row; and where the level's nodes are in them."""
+    """Targets: every child in the catalog of every parent row; and where the level's nodes are in
+    them.
+    """
     trie = index.trie
     _, first_of_row = np.unique(row_of_node, return_index=True)
     parent = trie.parent[level.node[first_of_row]].astype(np.int64)  # trie node behind each row

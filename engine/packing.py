@@ -1,8 +1,8 @@
 """Pack users into batches under a row budget. A pure function of the shard; a user is never split.
 
-Users are sorted by prompt length (stable), so that a batch holds prompts of about one length and padding
-inside attention stays small; batches are then filled in that order. Callers put results back in input
-order by the indices they were given: order in is order out.
+Users are sorted by prompt length (stable), so that a batch holds prompts of about one length and
+padding inside attention stays small; batches are then filled in that order. Callers put results
+back in input order by the indices they were given: order in is order out.
 """
 
 from __future__ import annotations

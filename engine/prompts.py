@@ -1,7 +1,8 @@
-"""Prompts of a whole shard at once: each slot becomes (tokens, lengths), and one pass lays them out.
+"""Prompts of a whole shard at once: each slot becomes (tokens, lengths), and one pass lays them
+out.
 
-Nothing here loops over users; text is tokenised by the tokenizer's own batch call. When a prompt is too
-long its oldest history items go, whole items at a time; nothing else is ever cut.
+Nothing here loops over users; text is tokenised by the tokenizer's own batch call. When a prompt is
+too long its oldest history items go, whole items at a time; nothing else is ever cut.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class PromptSet:
         return self.tokens.lengths + len(self.static_prefix)
 
     def pack(self, users: Ints, soft_vectors: Tensor | None) -> PackedPrompts:
-        """The prompts of `users` end to end; `soft_vectors` is `[len(users) * num_soft, hidden]`."""
+        """The prompts of `users` end to end; `soft_vectors` `[users * num_soft, hidden]`."""
         tokens = self.tokens.take(users)
         positions = np.empty(0, dtype=np.int64)
         if soft_vectors is not None:
@@ -56,7 +57,7 @@ class PromptSet:
 
 
 class PromptBuilder:
-    """Builds prompts for one template, tokenizer and catalog; static text is tokenised here, once."""
+    """Prompts of one template, tokenizer and catalog; static text is tokenised once, here."""
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class PromptBuilder:
             Rejection(
                 int(u),
                 "prompt_too_long",
-                f"the prompt has {int(total[u]) + len(self.static_prefix)} tokens without any history, "
+                f"the prompt has {int(total[u]) + len(self.static_prefix)} tokens without history, "
                 f"prompt.max_tokens is {self._settings.max_tokens}",
             )
             for u in np.flatnonzero(total > budget)
@@ -169,7 +170,7 @@ class PromptBuilder:
         return np.where(last, lengths, lengths + len(self._separator))
 
     def _fit_history(self, history: Ragged | None, room: Ints) -> tuple[Ragged, Ints]:
-        """The latest items that fit into `room` tokens per user, as tokens; and the tokens dropped."""
+        """The latest items that fit into `room` tokens per user, and the tokens dropped."""
         latest = self._latest(history)
         lengths = self._item_lengths(latest)
         cumulative = np.concatenate([[0], np.cumsum(lengths)])

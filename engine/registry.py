@@ -1,7 +1,7 @@
 """Backend names to loaders. Importing this loads no backend; `create_backend` does, in the worker.
 
-A backend of your own is named by where it is: `engine.backend: mypackage.module:create`, a callable that
-takes `EngineSettings` and returns a `Backend`.
+A backend of your own is named by where it is: `engine.backend: mypackage.module:create`, a callable
+that takes `EngineSettings` and returns a `Backend`.
 """
 
 from __future__ import annotations

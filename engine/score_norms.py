@@ -1,4 +1,6 @@
-"""Normalisers shared by backends: a softmax over each row's own targets, and log-sum-exp over columns."""
+"""Normalisers shared by backends: a softmax over each row's own targets, and log-sum-exp over
+columns.
+"""
 
 from __future__ import annotations
 

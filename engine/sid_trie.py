@@ -1,13 +1,14 @@
-"""The catalog's semantic IDs as a CSR trie: NumPy arrays only, saved once per run, memory-mapped by workers.
+"""The catalog's semantic IDs as a CSR trie: NumPy arrays only, saved once per run, memory-mapped by
+workers.
 
-Nodes are numbered level by level, and inside a level in lexicographic order of their codes. Two things
-follow that everything else relies on: the children of node v are the contiguous range
+Nodes are numbered level by level, and inside a level in lexicographic order of their codes. Two
+things follow that everything else relies on: the children of node v are the contiguous range
 `first_child[v] : first_child[v + 1]`, and of two nodes of one level the smaller number is the
-lexicographically smaller prefix. Node 0 is the root. A *sid* is the number of a leaf in lexicographic
-order; items that share a semantic ID share a leaf.
+lexicographically smaller prefix. Node 0 is the root. A *sid* is the number of a leaf in
+lexicographic order; items that share a semantic ID share a leaf.
 
-Sources: CSR tries for constrained decoding, STATIC (arXiv 2602.22647); ours has no dense levels, takes
-SIDs of different lengths, and never materialises a mask over the vocabulary.
+Sources: CSR tries for constrained decoding, STATIC (arXiv 2602.22647); ours has no dense levels,
+takes SIDs of different lengths, and never materialises a mask over the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,21 +80,13 @@ class SidTrie:
     def most_children(self, depth: int, nodes: int) -> int:
         """The most children that `nodes` different nodes of this depth can have together.
 
-        This bounds a beam's candidates before the beam is known, so that a beam step has a fixed shape.
+        This bounds a beam's candidates before the beam is known, so that a beam step has a fixed
+        shape.
         """
         counts = self.num_children[self.level(depth)]
         if nodes >= len(counts):
             return int(counts.sum())
         return int(np.partition(counts, len(counts) - nodes)[len(counts) - nodes :].sum())
-
-    def ancestors(self, nodes: NDArray[Any], depth: int) -> Int64s:
-        """Each node's path from depth 1 to `depth` `[n, depth]`; nodes must all be of that depth."""
-        out = np.empty((len(nodes), depth), dtype=np.int64)
-        current = np.asarray(nodes, dtype=np.int64)
-        for column in range(depth - 1, -1, -1):
-            out[:, column] = current
-            current = self.parent[current].astype(np.int64)
-        return out
 
     @cached_property
     def depth_of_node(self) -> Int32s:
@@ -143,7 +135,8 @@ def build_trie(codes: NDArray[np.int32]) -> SidTrie:
         codes: `[N, L]` codes of each item's SID; -1 fills the end of shorter ones.
 
     Raises:
-        CatalogError: no items, an empty SID, a hole inside one, or one SID that is a prefix of another.
+        CatalogError: no items, an empty SID, a hole inside one, or one SID that is a prefix of
+        another.
     """
     num_items, depth = codes.shape
     if num_items == 0:
@@ -157,7 +150,7 @@ def build_trie(codes: NDArray[np.int32]) -> SidTrie:
     distinct = ordered[new]  # [S, L]
     num_sids = len(distinct)
 
-    # A SID's node at each depth is the number of its prefix among the distinct prefixes of that depth.
+    # A SID's node at each depth is the number of its prefix among the distinct ones of that depth.
     changed = np.zeros(num_sids, dtype=bool)
     changed[0] = True
     level_start = [0, 1]

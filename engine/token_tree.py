@@ -1,8 +1,9 @@
 """Candidate sets as token trees: a prefix shared by candidates is one node, forwarded once.
 
-For every user of a batch, the candidates' SIDs are merged into the sub-trie of the catalog they span.
-Nodes that have a child in that sub-trie are forwarded; the last token of a candidate never is, only its
-log-probability is read, at its parent. Pure NumPy on the host, one pass per level for the whole batch.
+For every user of a batch, the candidates' SIDs are merged into the sub-trie of the catalog they
+span. Nodes that have a child in that sub-trie are forwarded; the last token of a candidate never
+is, only its log-probability is read, at its parent. Pure NumPy on the host, one pass per level for
+the whole batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from schemas.requests import Ints, Ragged
 class TreeLevel:
     """The nodes of one depth, of all users, ordered by user and then by trie node.
 
-    `forward_index[i]` numbers the nodes that are forwarded, 0.. inside this level, -1 for the others.
+    `forward_index[i]` numbers the nodes that are forwarded, 0.. inside this level, -1 for the
+    others.
     """
 
     user: Ints  # [n]
@@ -57,7 +59,7 @@ def build_token_tree(trie: SidTrie, candidates: Ragged) -> TokenTree:
     leaf_depth = trie.depth_of_node[leaf].astype(np.int64)
     key_of = _Keys(trie.num_nodes)
 
-    # Bottom up: the distinct (user, node) pairs of each depth, leaves of that depth plus parents of below.
+    # Bottom up: the distinct (user, node) pairs of a depth: its leaves, and the parents of below.
     keys: list[Ints] = [np.empty(0, dtype=np.int64)] * (trie.depth + 1)
     above = np.empty(0, dtype=np.int64)
     for depth in range(trie.depth, 0, -1):

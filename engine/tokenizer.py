@@ -1,4 +1,6 @@
-"""Text to token ids, without transformers: the `tokenizers` library reads the checkpoint's tokenizer.json."""
+"""Text to token ids, without transformers: the `tokenizers` library reads the checkpoint's
+tokenizer.json.
+"""
 
 from __future__ import annotations
 

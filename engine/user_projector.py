@@ -1,9 +1,11 @@
-"""User vectors to soft tokens: a Linear or two-layer MLP read from safetensors (Embedding-to-Prefix).
+"""User vectors to soft tokens: a Linear or two-layer MLP read from safetensors
+(Embedding-to-Prefix).
 
 A projector folder holds `projector.json` and `projector.safetensors`:
 
-    {"kind": "linear", "input_dim": D, "output_dim": H, "num_tokens": n}     weight [n*H, D], bias [n*H]
-    {"kind": "mlp", …, "hidden_dim": M, "activation": "gelu"}    fc1.weight [M, D], fc1.bias, fc2.weight …
+    {"kind": "linear", "input_dim": D, "output_dim": H, "num_tokens": n}     weight [n*H, D], bias
+    [n*H] {"kind": "mlp", …, "hidden_dim": M, "activation": "gelu"}    fc1.weight [M, D], fc1.bias,
+    fc2.weight …
 
 Source: Embedding-to-Prefix, arXiv 2505.17051; GLIDE, arXiv 2603.17540.
 """
@@ -11,6 +13,7 @@ Source: Embedding-to-Prefix, arXiv 2505.17051; GLIDE, arXiv 2603.17540.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +26,11 @@ from torch.nn import functional
 
 from schemas.errors import EngineError
 
-_ACTIVATIONS = {"gelu": functional.gelu, "silu": functional.silu, "relu": functional.relu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+}
 
 
 class ProjectorSpec(BaseModel):
@@ -93,7 +100,8 @@ def load_projector(folder: str, device: torch.device) -> UserProjector:
     """Read a projector folder onto the device.
 
     Raises:
-        EngineError: a file is missing, or a tensor has another name or shape than projector.json says.
+        EngineError: a file is missing, or a tensor has another name or shape than projector.json
+        says.
     """
     spec = read_projector_spec(folder)
     path = Path(folder) / "projector.safetensors"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.backend import Backend, Context
 from engine.beam_search import Beams, beam_search, rows_per_prompt
-from engine.device_trie import DeviceTrie, to_device
+from engine.device_trie import to_device
 from engine.exclusions import dead_nodes
 from engine.item_scoring import score_items
 from engine.packing import PackingBudget, pack_users
@@ -187,7 +187,7 @@ class Engine:
 
     def _generate(
         self, context: Context, users: UserBatch, settings: GenerateSettings
-    ) -> tuple[SidBeams, np.ndarray, Ints]:  # type: ignore[type-arg]
+    ) -> tuple[SidBeams, np.ndarray, Ints]:
         """Beams of all users; with `exact`, again and wider for those not certified."""
         device = self._index.device
         dead = None

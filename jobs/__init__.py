@@ -1,1 +1,1 @@
-"""How a run is launched: the command line, and the launchers. Loads no torch, pyspark or Airflow."""
+"""How a run is launched: the command line and the launchers. Loads no torch and no pyspark."""

@@ -1,8 +1,9 @@
-"""Local launcher: one spawned process per device, a queue of shards, and a watch over the processes.
+"""Local launcher: one spawned process per device, a queue of shards, and a watch over the
+processes.
 
-A worker that dies costs its shard one attempt; the shard goes to another worker, and after `max_attempts`
-it is failed while the others go on. A worker that reports nothing for `shard_timeout_s` is ended. Workers
-end with their parent.
+A worker that dies costs its shard one attempt; the shard goes to another worker, and after
+`max_attempts` it is failed while the others go on. A worker that reports nothing for
+`shard_timeout_s` is ended. Workers end with their parent.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class _Device:
 
 
 class LocalLauncher:
-    """Runs shards in worker processes of this machine, or in this process when asked for 0 workers."""
+    """Runs shards in worker processes of this machine; with 0 workers, in this process."""
 
     def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
         """Run the shards; the reasons of those that failed, by shard.

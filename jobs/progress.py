@@ -1,4 +1,6 @@
-"""What a person sees while a run works: a bar on a terminal, a line now and then elsewhere. On stderr."""
+"""What a person sees while a run works: a bar on a terminal, a line now and then elsewhere. On
+stderr.
+"""
 
 from __future__ import annotations
 

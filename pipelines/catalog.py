@@ -56,9 +56,11 @@ class Catalog:
         """Write the catalog for `open_catalog`; the marker goes last."""
         root = Path(folder)
         root.mkdir(parents=True, exist_ok=True)
-        with pa.OSFile(str(root / "items.arrow"), "wb") as sink:
-            with pa.ipc.new_file(sink, self.table.schema) as writer:
-                writer.write_table(self.table)
+        with (
+            pa.OSFile(str(root / "items.arrow"), "wb") as sink,
+            pa.ipc.new_file(sink, self.table.schema) as writer,
+        ):
+            writer.write_table(self.table)
         self.trie.save(root / "trie")
         (root / "_done").write_bytes(b"")
 

@@ -1,11 +1,11 @@
-"""Files through fsspec: fresh listings, whole-file atomic writes, hashes. The only user of fsspec."""
+"""Files through fsspec, and its only user: fresh listings, atomic writes, hashes."""
 
 from __future__ import annotations
 
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
@@ -81,7 +81,8 @@ def _hidden(relative: str) -> bool:
 
 
 def list_parquet(path: str, table: str) -> list[str]:
-    """The Parquet files a path names: a file, a folder (recursively) or a glob; sorted, listed fresh.
+    """The Parquet files a path names: a file, a folder (recursively) or a glob; sorted, listed
+    fresh.
 
     Hidden files and everything below hidden folders (`_temporary`, `.staging`) are left out.
 
@@ -187,12 +188,13 @@ def write_parquet(path: str, table: pa.Table, *, sorted_by: str | None = None) -
             )
     fs, inside = filesystem(path)
     fs.invalidate_cache()
-    return int(fs.info(inside)["size"])
+    size: int = fs.info(inside)["size"]
+    return size
 
 
 def _rows_per_group(table: pa.Table) -> int:
     """About 64 MiB per row group: the default of a million rows is 4 GiB of 1024-d vectors."""
-    per_row = max(1, table.nbytes // max(1, len(table)))
+    per_row = max(1, int(table.nbytes) // max(1, len(table)))
     return max(1024, (64 << 20) // per_row)
 
 
@@ -272,8 +274,7 @@ def hash_file(path: str) -> str:
     fs, inside = filesystem(path)
     digest = xxhash.xxh3_128()
     with fs.open(inside, "rb") as handle:
-        read: Callable[[], bytes] = lambda: handle.read(_CHUNK)  # noqa: E731
-        for block in iter(read, b""):
+        while block := handle.read(_CHUNK):
             digest.update(block)
     return str(digest.hexdigest())
 

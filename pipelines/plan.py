@@ -1,7 +1,8 @@
-"""Plan a run: list and check the inputs, hash everything that decides the result, cut it into shards.
+"""Plan a run: list and check the inputs, hash everything that decides the result, cut it into
+shards.
 
-The run's id comes from those hashes: the same configuration on the same inputs is the same run, so that
-running it again continues it, and any change starts another.
+The run's id comes from those hashes: the same configuration on the same inputs is the same run, so
+that running it again continues it, and any change starts another.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import CATALOG, EXCLUSIONS, candidate_shape, id_type, users_contract
 
-_LAUNCH_ONLY = {"run": {"workers", "max_attempts", "shard_timeout_s"}, "audit": True}
+_LAUNCH_ONLY = ("workers", "max_attempts", "shard_timeout_s")
+_BATCH_ONLY = ("max_batch_tokens", "max_batch_users")
 
 
 def plan_run(config: RunConfig) -> RunPlan:
@@ -153,9 +155,11 @@ def _check_writable(config: RunConfig) -> None:
 
 def _hash_config(config: RunConfig) -> str:
     """Everything in the configuration but how it is launched, which cannot change a row."""
-    kept = config.model_dump(mode="json", exclude=_LAUNCH_ONLY)
-    for section in ("max_batch_tokens", "max_batch_users"):
-        kept["engine"].pop(section)
+    kept = config.model_dump(mode="json")
+    del kept["audit"]
+    for section, names in (("run", _LAUNCH_ONLY), ("engine", _BATCH_ONLY)):
+        for name in names:
+            del kept[section][name]
     return files.hash_bytes(json.dumps(kept, sort_keys=True).encode())
 
 

@@ -1,12 +1,12 @@
 """Prepare: join users, candidates and exclusions into self-contained shard files.
 
-A user's shard is `xxh64(utf8(user_id), seed=42) mod n`, with the hash read as a signed integer and a
-non-negative remainder: what Spark's `pmod(xxhash64(user_id), n)` gives. Each input table is streamed once
-and split by shard; then the shards are joined one at a time, so that memory is bounded by a shard and
-never by the input. Rows of a shard are sorted by `user_id`.
+A user's shard is `xxh64(utf8(user_id), seed=42) mod n`, with the hash read as a signed integer and
+a non-negative remainder: what Spark's `pmod(xxhash64(user_id), n)` gives. Each input table is
+streamed once and split by shard; then the shards are joined one at a time, so that memory is
+bounded by a shard and never by the input. Rows of a shard are sorted by `user_id`.
 
-Two shapes of candidates are not per user: a set per segment, and one set shared by all. They are written
-once, beside the shards, and joined when a shard is read.
+Two shapes of candidates are not per user: a set per segment, and one set shared by all. They are
+written once, beside the shards, and joined when a shard is read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ _ROW, _SHARD, _FILE = "__row", "__shard", "__file"
 
 def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
     """The shard of each user id (as text); a null id goes where the empty text goes."""
-    digest = xxhash.xxh64_intdigest
-    hashes = np.asarray([digest((u or "").encode(), seed=SHARD_SEED) for u in user_ids], dtype=np.uint64)
+    texts = ((user or "").encode() for user in user_ids)
+    hashes = np.fromiter(
+        (xxhash.xxh64_intdigest(text, seed=SHARD_SEED) for text in texts), dtype=np.uint64
+    )
     return np.mod(hashes.view(np.int64), num_shards).astype(np.int32)
 
 
@@ -108,7 +110,8 @@ def _id_dtype(kind: str) -> pl.DataType:
 def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
     """Stream one table, file after file, into one folder per shard.
 
-    Every file is cast by its own schema before files are joined: the first file's types decide nothing.
+    Every file is cast by its own schema before files are joined: the first file's types decide
+    nothing.
     """
     frames = []
     for file in plan.inputs[name].files:
@@ -201,7 +204,7 @@ def _shard_dtype(name: str, kind: str, found: pl.DataType, item: pl.DataType) ->
 
 
 def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataFrame | None:
-    """(user_id, candidates): one list per user, in input order; repeated rows of a user are joined."""
+    """(user_id, candidates): one list per user, in input order, repeated rows joined."""
     if frame is None:
         return None
     column = "item_ids" if shape == "wide" else "item_id"

@@ -1,7 +1,7 @@
 """Rank: from scores and beams to each user's top k, and what became of the users who have none.
 
-Order: score descending, then SID codes, then item id. An item stands once per user. Where an item was
-both scored as a candidate and generated, its source is `score`. Array operations only.
+Order: score descending, then SID codes, then item id. An item stands once per user. Where an item
+was both scored as a candidate and generated, its source is `score`. Array operations only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ SOURCES = np.asarray(["score", "generate"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """Recommendations of a batch, by user and rank; and, per user, whether the list is proven exact."""
+    """Recommendations of a batch, by user and rank; and, per user, whether the list is proven
+    exact.
+    """
 
     user: Ints  # [M]
     rank: NDArray[np.int32]  # [M] 1-based
@@ -41,8 +43,9 @@ def rank_batch(
 ) -> Ranked:
     """Each user's top k.
 
-    A list of scored candidates is always exact: every candidate was scored. A list with generated items
-    is exact when its k-th score beats every prefix the beam search dropped, or when it dropped none.
+    A list of scored candidates is always exact: every candidate was scored. A list with generated
+    items is exact when its k-th score beats every prefix the beam search dropped, or when it
+    dropped none.
     """
     user, item, score, source = _collect(result, catalog, excluded)
     kept = ~result.failed[user]
@@ -138,4 +141,5 @@ def _certified(
     kth[user[last]] = score[last]
     pruned = result.generated.pruned
     # Strictly above: at equality a dropped prefix could still hold an item of the same score.
-    return (kth > pruned) | (pruned == -np.inf)
+    certified: NDArray[np.bool_] = (kth > pruned) | (pruned == -np.inf)
+    return certified

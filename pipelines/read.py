@@ -1,7 +1,7 @@
 """Read a shard and sort its rows: users the engine can take, and rows for the quarantine.
 
-A row that breaks its contract is set aside with the rule it broke; the others keep their places. Nothing
-here loops over good rows.
+A row that breaks its contract is set aside with the rule it broke; the others keep their places.
+Nothing here loops over good rows.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def outcome_rows(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> pa.Ta
     ).cast(outcomes_schema(plan.user_id_type))
 
 
-def _reasons(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> np.ndarray:  # type: ignore[type-arg]
+def _reasons(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> np.ndarray:
     """Why a user got fewer than k items; None where it got k."""
     reason = np.full(len(scores.returned), None, dtype=object)
     short = scores.returned < plan.config.task.k

@@ -1,4 +1,5 @@
-"""The error tree. Every error a user can cause is here, with the exit code it ends the command with.
+"""The error tree. Every error a user can cause is here, with the exit code it ends the command
+with.
 
 NightshelfError                 1   something we did not foresee, still said in words
 ├── ConfigError                 2   usage or configuration

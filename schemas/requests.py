@@ -1,7 +1,9 @@
-"""What goes into the engine and what comes out: columnar, by catalog position, no ids and no tensors.
+"""What goes into the engine and what comes out: columnar, by catalog position, no ids and no
+tensors.
 
 Legend: U users of a batch, D vector length, N items of the catalog, S distinct SIDs of the catalog.
-An *item* is a row number of the catalog; a *sid* is a number 0..S-1, in lexicographic order of the codes.
+An *item* is a row number of the catalog; a *sid* is a number 0..S-1, in lexicographic order of the
+codes.
 """
 
 from __future__ import annotations

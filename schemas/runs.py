@@ -1,4 +1,4 @@
-"""A run on paper: the plan it starts from, its shards, their receipts, and the manifest of it all."""
+"""A run on paper: its plan, its shards, their receipts, and the manifest of it all."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""The SID space: how many levels a semantic ID has, the codes of each, and the token behind each code.
+"""The SID space: how many levels a semantic ID has, the codes of each, and the token behind each
+code.
 
-A semantic ID names an item to the model as one token per level, `<a_12><b_7><c_201>`. A `SidSpace` says
-which text stands for (level, code); `bind` looks those texts up in a tokenizer and gives a `BoundSidSpace`,
-in which every code is one token id.
+A semantic ID names an item to the model as one token per level, `<a_12><b_7><c_201>`. A `SidSpace`
+says which text stands for (level, code); `bind` looks those texts up in a tokenizer and gives a
+`BoundSidSpace`, in which every code is one token id.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CODE_FIELD = "{code}"
 class SidSpace:
     """Codebook sizes and token patterns, level by level.
 
-    `sizes[l]` is the number of codes of level l; `patterns[l]` holds `{code}` once, e.g. `"<a_{code}>"`.
+    `sizes[l]` is the number of codes of level l; `patterns[l]` holds `{code}` once, e.g.
+    `"<a_{code}>"`.
     """
 
     sizes: tuple[int, ...]

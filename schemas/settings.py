@@ -203,9 +203,9 @@ class RunConfig(_Section):
                 f"engine.model is missing for backend {self.engine.backend!r}",
                 expected="a checkpoint folder",
             )
-        if template.uses("user_vector") and self.engine.projector is None:
-            if self.engine.backend != "fake":
-                raise ConfigError("prompt.template has {user_vector} but engine.projector is unset")
+        needs_projector = template.uses("user_vector") and self.engine.backend != "fake"
+        if needs_projector and self.engine.projector is None:
+            raise ConfigError("prompt.template has {user_vector} but engine.projector is unset")
         return self
 
 

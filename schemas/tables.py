@@ -92,7 +92,9 @@ class TableContract:
     columns: tuple[Column, ...]
 
     def check(self, schema: pa.Schema, file: str) -> None:
-        """Raise `TableError` naming file, column, expected and got, for the first column that differs."""
+        """Raise `TableError` naming file, column, expected and got, for the first column that
+        differs.
+        """
         for column in self.columns:
             indices = schema.get_all_field_indices(column.name)
             if len(indices) > 1:

@@ -1,8 +1,8 @@
 """Prompt templates: literal text with typed slots, `"User {user_vector} saw {history}. Next: "`.
 
-Slots: `{user_vector}` (soft tokens), `{history}` (the items' SID tokens), `{user_sid}` (the user's own
-SID tokens), `{text:column}` (a string column) and `{column}` (any scalar column, written as text).
-`{{` and `}}` stand for literal braces.
+Slots: `{user_vector}` (soft tokens), `{history}` (the items' SID tokens), `{user_sid}` (the user's
+own SID tokens), `{text:column}` (a string column) and `{column}` (any scalar column, written as
+text). `{{` and `}}` stand for literal braces.
 """
 
 from __future__ import annotations

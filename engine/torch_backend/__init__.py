@@ -1,7 +1,8 @@
-"""The embedded default: a Hugging Face causal LM in PyTorch, on CPU or CUDA, with our attention and head.
+"""The embedded default: a Hugging Face causal LM in PyTorch, on CPU or CUDA, with our attention and
+head.
 
-The model's body stays the library's (norms, rotary embedding, MLP); we hand it packed rows and their
-positions, and it calls `token_tree_attention` in each layer.
+The model's body stays the library's (norms, rotary embedding, MLP); we hand it packed rows and
+their positions, and it calls `token_tree_attention` in each layer.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ class TorchBackend:
         self._head = Head(head_of(self._model, folder))
         self._prefixes: dict[bytes, PrefixKV] = {}
         config = self._model.config.get_text_config()
+        weight = self._embed.weight
+        assert isinstance(weight, Tensor), "an embedding has a weight"
+        vocab_size, hidden_size = weight.shape
         self._facts = BackendFacts(
             name="torch",
-            vocab_size=int(self._embed.weight.shape[0]),
-            hidden_size=int(self._embed.weight.shape[1]),
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
             max_positions=int(getattr(config, "max_position_embeddings", 1 << 30)),
             dtype=dtype,
             device=device,

@@ -1,4 +1,5 @@
-"""KV of a batch: the static prefix once, each prompt once, and tree nodes appended one after another.
+"""KV of a batch: the static prefix once, each prompt once, and tree nodes appended one after
+another.
 
 Legend: B prompts, L longest prompt, P static prefix, H KV heads, D head width, n nodes.
 """

@@ -1,7 +1,7 @@
 """The LM head, on demand: only the rows that are read, only the columns that are needed.
 
-The normaliser over the whole vocabulary is a running log-sum-exp over chunks of the head; `[rows, vocab]`
-is never held.
+The normaliser over the whole vocabulary is a running log-sum-exp over chunks of the head; `[rows,
+vocab]` is never held.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Head:
         return subtract_normaliser(logits, normaliser, targets.row)
 
     def _part(self, columns: TokenColumns) -> tuple[Tensor, Tensor | None]:
-        """Rows of the head for these tokens: a view where ids are contiguous, else one kept copy."""
+        """The head's rows for these tokens: a view where ids are contiguous, else one copy."""
         if columns not in self._parts:
             ids = columns.token_ids
             if (np.diff(ids) == 1).all():
@@ -71,7 +71,8 @@ class Head:
     def _log_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Log-sum-exp of each row's logits `[R]`, float32."""
         out = []
-        for rows in hidden.split(_ROWS):
+        for first in range(0, len(hidden), _ROWS):
+            rows = hidden[first : first + _ROWS]
             total = torch.full((len(rows),), -torch.inf, device=hidden.device)
             for begin in range(0, len(weight), _COLUMNS):
                 part = slice(begin, begin + _COLUMNS)

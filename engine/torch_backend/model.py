@@ -1,7 +1,7 @@
 """Load a Hugging Face causal LM and check that we read it the way it reads itself.
 
-Safetensors only, no remote code, nothing from a hub. Generation settings of the checkpoint (`do_sample`,
-temperature, …) are never consulted.
+Safetensors only, no remote code, nothing from a hub. Generation settings of the checkpoint
+(`do_sample`, temperature, …) are never consulted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
     """The model in eval mode on the device, with token-tree attention.
 
     Raises:
-        EngineError: no checkpoint, no safetensors, an architecture this transformers cannot load, missing
+        EngineError: no checkpoint, no safetensors, an architecture this transformers cannot load,
+        missing
             weights, or a model whose attention is not the plain causal one we compute.
     """
     path = Path(folder)
@@ -39,14 +40,15 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
             where=folder,
             do="Save it with save_pretrained(folder).",
         )
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quiet: Any = transformers_logging  # its functions carry no types
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _refuse_sliding_window(config, folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -60,6 +62,8 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
         raise EngineError(
             "the model cannot be loaded", got=quoted(" ".join(str(err).split())), where=folder
         ) from err
+    model: PreTrainedModel
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise EngineError(
@@ -67,7 +71,9 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
             got=f"{len(missing)} missing, first {quoted(missing[:3])}",
             where=folder,
         )
-    return model.to(device).eval()
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
 
 
 def _refuse_sliding_window(config: Any, folder: str) -> None:
@@ -78,14 +84,14 @@ def _refuse_sliding_window(config: Any, folder: str) -> None:
         raise EngineError(
             "the model's attention is not plain causal attention",
             expected="full attention in every layer",
-            got=f"layer types {sorted(kinds)}, sliding_window {getattr(text, 'sliding_window', None)}",
+            got=f"layer types {sorted(kinds)}, sliding window {windowed}",
             where=folder,
         )
 
 
 def head_of(model: PreTrainedModel, folder: str) -> nn.Linear:
     """The LM head; `EngineError` when it is not a linear layer over the last hidden state."""
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear):
         raise EngineError("the model has no linear LM head", got=type(head).__name__, where=folder)
     return head
@@ -95,7 +101,8 @@ def head_of(model: PreTrainedModel, folder: str) -> nn.Linear:
 def reference_log_probs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """log p of every vocabulary entry after each token `[T, V]`, by the library's own forward.
 
-    One sequence, no cache, the library's own attention: what our fast path is held against at start-up.
+    One sequence, no cache, the library's own attention: what our fast path is held against at
+    start-up.
     """
     model.set_attn_implementation("sdpa")
     try:

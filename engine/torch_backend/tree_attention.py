@@ -1,15 +1,15 @@
 """Token-tree attention, registered with transformers so that any of its causal LMs runs it.
 
-A node attends three disjoint sets of keys: the static prefix, its own prompt, and its ancestors with
-itself. Each set gives a partial softmax, and the partial results are merged by their log-sum-exp, which
-is exact. The prompt's keys are read once for all nodes of a prompt (they are the rows of one matmul), and
-no `[n, n]` mask exists.
+A node attends three disjoint sets of keys: the static prefix, its own prompt, and its ancestors
+with itself. Each set gives a partial softmax, and the partial results are merged by their
+log-sum-exp, which is exact. The prompt's keys are read once for all nodes of a prompt (they are the
+rows of one matmul), and no `[n, n]` mask exists.
 
-Sources: shared-prefix attention merged by log-sum-exp, Hydragen (arXiv 2402.05099); tree attention over
-ancestor indices, DeFT (arXiv 2404.00242).
+Sources: shared-prefix attention merged by log-sum-exp, Hydragen (arXiv 2402.05099); tree attention
+over ancestor indices, DeFT (arXiv 2404.00242).
 
-Legend: T packed tokens, B prompts, L longest prompt, P static prefix, S node slots of a prompt, n nodes,
-A ancestors of a node (itself included), H KV heads, G query heads per KV head, D head width.
+Legend: T packed tokens, B prompts, L longest prompt, P static prefix, S node slots of a prompt, n
+nodes, A ancestors of a node (itself included), H KV heads, G query heads per KV head, D head width.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def token_tree_attention(
     tree_pass: TreePass | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over packed rows: query `[1, H*G, T, D]`, key and value `[1, H, T, D]`."""
+    """Attention of one layer over packed rows: query `[1, H*G, T, D]`, key and value `[1, H, T,
+    D]`.
+    """
     unknown = {name for name, value in kwargs.items() if value is not None} - _HARMLESS
     assert tree_pass is not None, "token-tree attention needs a pass to belong to"
     assert not unknown, f"this model wants attention options we do not compute: {sorted(unknown)}"
@@ -165,7 +167,7 @@ def _attend_prompt(the_pass: NodePass, layer: int, q: Tensor) -> _Partial:
         sums.append(lse)
 
     def packed(x: Tensor) -> Tensor:  # [B, H, S*G, …] -> [n, H, G, …]
-        x = x.unflatten(2, (slots, group)).transpose(1, 2)
+        x = x.reshape(*x.shape[:2], slots, group, *x.shape[3:]).transpose(1, 2)
         return x.flatten(0, 1)[the_pass.place]
 
     return _Partial(packed(torch.cat(outs)).float(), packed(torch.cat(sums)))

@@ -46,8 +46,8 @@ def main() -> None:
 def compress(vectors: Matrix) -> Matrix:
     """Bring lengths nearer to each other: a direction is a taste, a length is mostly popularity.
 
-    With the lengths as they are, the codes tell popular films apart and little else. With one length
-    for all, many codes go to films that hardly anybody watches, and popular films collide.
+    With the lengths as they are, the codes tell popular films apart and little else. With one
+    length for all, many codes go to films that hardly anybody watches, and popular films collide.
     """
     length = np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
     return vectors / length * length**LENGTH_POWER

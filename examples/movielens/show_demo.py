@@ -168,7 +168,7 @@ def show_user(console: Console, data: Data, user_id: str) -> None:
 
 def show_quality(console: Console, figures: dict[str, dict[str, float]], data: Data) -> None:
     """The table of figures, and the share of lists proven exact."""
-    console.print("[green]★[/] watched in the held-out period, which no step has seen")
+    console.print("[green]★[/] watched in the held-out period, which the model has not seen")
     console.print("score: sum of the log-probabilities of the film's three codes, in nats\n")
     notes = {
         "generate": "beam search over the whole catalog (surface home)",

@@ -1,11 +1,11 @@
 """A Hive-style Parquet table: `<path>/ds=…/surface=…/part-<run>-<shard>.parquet`, `_SUCCESS` last.
 
-Files are whole when they appear and carry the run in their name. Order of a publish: `_SUCCESS` goes, the
-run's files come, files of other runs go, `_SUCCESS` comes. A crash anywhere leaves a partition without
-`_SUCCESS`, and publishing again completes it; publishing a run twice, or a new run over an old one, leaves
-exactly one set of rows. Which files make up a partition is also recorded outside the table, in the work
-folder (`published/`), because a folder that holds anything but Parquet files and an empty `_SUCCESS`
-cannot be read by polars as a folder.
+Files are whole when they appear and carry the run in their name. Order of a publish: `_SUCCESS`
+goes, the run's files come, files of other runs go, `_SUCCESS` comes. A crash anywhere leaves a
+partition without `_SUCCESS`, and publishing again completes it; publishing a run twice, or a new
+run over an old one, leaves exactly one set of rows. Which files make up a partition is also
+recorded outside the table, in the work folder (`published/`), because a folder that holds anything
+but Parquet files and an empty `_SUCCESS` cannot be read by polars as a folder.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def publish_parquet(plan: RunPlan, receipts: list[ShardReceipt]) -> Published:
 
 
 def to_wide(table: pa.Table) -> pa.Table:
-    """One row per user: `items list<struct<item_id, score, source>>` in rank order, `exact`, `run_id`."""
+    """One row per user: `items list<struct<item_id, score, source>>` in rank order, `exact`,
+    `run_id`.
+    """
     users = table.column("user_id").combine_chunks()
     struct = pa.StructArray.from_arrays(
         [table.column(name).combine_chunks() for name in ("item_id", "score", "source")],

@@ -1,0 +1,54 @@
+"""The oracle: fp32, one full forward of the library's own model per (user, item). No cache, no tree.
+
+Twenty lines anyone can check; every fast path is compared with it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.sid_trie import SidTrie
+from schemas.semantic_ids import BoundSidSpace
+
+
+class Oracle:
+    """Scores of semantic IDs by definition."""
+
+    def __init__(self, folder: str, trie: SidTrie, space: BoundSidSpace, norm: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.trie, self.space, self.norm = trie, space, norm
+
+    @torch.inference_mode()
+    def score(
+        self, prompt: list[int], sid: int, soft: dict[int, torch.Tensor] | None = None
+    ) -> float:
+        """Sum over levels of log p(token | prompt, tokens before); `soft` replaces embeddings."""
+        codes = [int(c) for c in self.trie.codes_of_sid[sid] if c >= 0]
+        tokens = [int(self.space.token_ids[level][code]) for level, code in enumerate(codes)]
+        embedded = self.model.get_input_embeddings()(torch.tensor(prompt + tokens))
+        for position, vector in (soft or {}).items():
+            embedded[position] = vector
+        logits = self.model(inputs_embeds=embedded[None], use_cache=False).logits[0]
+        total = 0.0
+        for level, token in enumerate(tokens):
+            row = logits[len(prompt) - 1 + level].double()
+            allowed = self._softmax_set(codes[:level], level, len(row))
+            total += float(row[token] - row[allowed].logsumexp(0))
+        return total
+
+    def _softmax_set(self, before: list[int], level: int, vocab: int) -> torch.Tensor:
+        if self.norm == "full_vocab":
+            return torch.arange(vocab)
+        if self.norm == "sid_range":
+            return torch.from_numpy(np.concatenate(self.space.token_ids))
+        if self.norm == "level":
+            return torch.from_numpy(self.space.token_ids[level])
+        rows = self.trie.codes_of_sid
+        below = rows[(rows[:, :level] == before).all(axis=1)][:, level]
+        return torch.from_numpy(self.space.token_ids[level][np.unique(below[below >= 0])])
+
+    def all_scores(self, prompt: list[int], **kwargs: object) -> np.ndarray:
+        """Scores of every SID of the catalog `[S]`."""
+        return np.asarray([self.score(prompt, s, **kwargs) for s in range(self.trie.num_sids)])  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ class CheckpointTokenizer:
 
 
 class ByteTokenizer:
-    """Bytes are ids 0..255 and SID tokens follow; for the fake backend when no model is given."""
+    """Bytes are ids 0..255 and SID tokens follow; for backends that need no model."""
 
     def __init__(self, space: SidSpace) -> None:
         self._ids: dict[str, int] = {}
@@ -89,7 +89,7 @@ class ByteTokenizer:
 
 
 def load_tokenizer(config: RunConfig) -> Tokenizer:
-    """The tokenizer of a run: the model's, or bytes for the fake backend without a model."""
+    """The tokenizer of a run: the model's, or bytes where there is no model."""
     if config.engine.model is None:
         return ByteTokenizer(config.sid.space)
     return CheckpointTokenizer(config.engine.model)

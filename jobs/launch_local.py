@@ -214,10 +214,11 @@ class _Pool:
             self._workers.append(self._start(worker.device))
 
     def _end_the_silent(self) -> None:
-        limit = self._plan.config.run.shard_timeout_s
+        settings = self._plan.config.run
         for worker in list(self._workers):
-            busy = worker.shard is not None or not worker.ready
-            if busy and time.monotonic() - worker.heard > limit:
+            limit = settings.shard_timeout_s if worker.ready else settings.start_timeout_s
+            idle = worker.ready and worker.shard is None
+            if not idle and time.monotonic() - worker.heard > limit:
                 worker.process.kill()
                 worker.process.join(timeout=_GRACE_S)
                 self._replace(worker, f"its worker reported nothing for {limit:g} s")

@@ -156,6 +156,9 @@ class RunSettings(_Section):
     shard_timeout_s: Annotated[float, Field(gt=0)] = Field(
         3600.0, description="A worker that reports nothing for this long is ended"
     )
+    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        1800.0, description="A worker whose engine takes longer to start is ended"
+    )
 
 
 class AuditSettings(_Section):
@@ -198,12 +201,13 @@ class RunConfig(_Section):
             self.task.generate.widths(len(self.sid.sizes))
         if self.task.score is not None and self.inputs.candidates is None:
             raise ConfigError("task.score needs inputs.candidates", got="none")
-        if self.engine.backend != "fake" and self.engine.model is None:
+        runs_a_model = self.engine.backend in ("torch", "trtllm")
+        if runs_a_model and self.engine.model is None:
             raise ConfigError(
                 f"engine.model is missing for backend {self.engine.backend!r}",
                 expected="a checkpoint folder",
             )
-        needs_projector = template.uses("user_vector") and self.engine.backend != "fake"
+        needs_projector = template.uses("user_vector") and runs_a_model
         if needs_projector and self.engine.projector is None:
             raise ConfigError("prompt.template has {user_vector} but engine.projector is unset")
         return self

@@ -31,6 +31,14 @@ def _plain(dtype: pa.DataType) -> pa.DataType:
     return dtype.value_type if pt.is_dictionary(dtype) else dtype
 
 
+def type_words(dtype: pa.DataType) -> str:
+    """An Arrow type in words, without the names that files give to list elements."""
+    if _is_list(dtype):
+        size = f", {dtype.list_size}" if pt.is_fixed_size_list(dtype) else ""
+        return f"list<{type_words(dtype.value_type)}{size}>"
+    return str(dtype)
+
+
 def _is_text(dtype: pa.DataType) -> bool:
     dtype = _plain(dtype)
     return bool(pt.is_string(dtype) or pt.is_large_string(dtype) or pt.is_string_view(dtype))
@@ -116,7 +124,7 @@ class TableContract:
                 raise TableError(
                     f"{self.table}: column {column.name!r} has the wrong type",
                     expected=column.kind.words,
-                    got=str(dtype),
+                    got=type_words(dtype),
                     where=file,
                 )
 

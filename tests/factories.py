@@ -1,4 +1,4 @@
-"""What tests are made of: tiny models, random catalogs, input tables, and backends that fail."""
+"""What tests are made of: tiny models, random catalogs, and input tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ import yaml
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from engine.backend import NodeBatch, Norm, PackedPrompts, Targets
-from engine.fake_backend import FakeBackend
-from engine.prompts import PromptSet
-from schemas.requests import Ints, Ragged
+from engine.backend import PackedPrompts
+from schemas.requests import Ragged
 from schemas.semantic_ids import BoundSidSpace, SidSpace
-from schemas.settings import EngineSettings
 
 SIZES = (5, 4, 6)
 TOKENS = ("<a_{code}>", "<b_{code}>", "<c_{code}>")
@@ -43,7 +40,7 @@ def bound_space(sizes: Sequence[int] = SIZES, first: int = TEXT_TOKENS) -> Bound
 def random_codes(
     rng: np.random.Generator, num_items: int, sizes: Sequence[int] = SIZES, *, ragged: bool = False
 ) -> np.ndarray:
-    """Codes of items, collisions likely; ragged ones never have a SID that is a prefix of another."""
+    """Codes of items, collisions likely; no SID is ever a prefix of another."""
     codes = np.stack([rng.integers(0, s, num_items) for s in sizes], axis=1).astype(np.int32)
     if ragged:
         # Under some first codes every SID ends early, so that no SID is a prefix of another.
@@ -192,47 +189,3 @@ def write_config(folder: Path, **changes: Any) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-class FailingBackend(FakeBackend):
-    """A fake that gives NaN for prompts that hold a marked token."""
-
-    def __init__(self, bad_token: int) -> None:
-        super().__init__()
-        self._bad = bad_token
-        self._bad_rows: set[int] = set()
-
-    def prefill(self, prompts: PackedPrompts, max_nodes: int) -> Any:
-        context = super().prefill(prompts, max_nodes)
-        context.bad = torch.tensor(
-            [
-                bool((prompts.token_ids[a:b] == self._bad).any())
-                for a, b in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True)
-            ]
-        )
-        return context
-
-    def extend(self, context: Any, nodes: NodeBatch) -> None:
-        super().extend(context, nodes)
-        context.bad = torch.cat([context.bad, context.bad[nodes.prompt]])
-
-    def log_probs(self, context: Any, rows: Any, targets: Targets, norm: Norm) -> Any:
-        out = super().log_probs(context, rows, targets, norm)
-        return torch.where(context.bad[rows[targets.row]], torch.nan, out)
-
-
-def nan_backend(settings: EngineSettings) -> FailingBackend:
-    """NaN for prompts with the byte '!' (33): `engine.backend: tests.factories:nan_backend`."""
-    return FailingBackend(33)
-
-
-def prompt_set(tokens: Ragged, static_prefix: Ints) -> PromptSet:
-    num = tokens.num_rows
-    return PromptSet(
-        tokens=tokens,
-        static_prefix=static_prefix,
-        soft_start=np.full(num, -1, dtype=np.int64),
-        num_soft=1,
-        truncated=np.zeros(num, dtype=np.int64),
-        rejections=[],
-    )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -58,7 +59,7 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as err:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as err:
         raise EngineError(
             "the model cannot be loaded", got=quoted(" ".join(str(err).split())), where=folder
         ) from err

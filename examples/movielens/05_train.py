@@ -6,8 +6,8 @@ Writes model/      config.json, generation_config.json, model.safetensors, token
 
 A training example is a user at a moment: the vector of the films watched so far, the latest of
 those films, and the films that came next. The loss is on the codes of the films that came next,
-each of which sees all before it. The vector is made from the films watched so far only. The user's
-final vector already contains the answer, and the model would learn to read it off.
+each of which sees all before it. The vector is made from the films watched so far only: the
+user's final vector already contains the answer.
 """
 
 from __future__ import annotations

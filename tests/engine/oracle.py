@@ -1,6 +1,6 @@
-"""The oracle: fp32, one full forward of the library's own model per (user, item). No cache, no tree.
+"""The oracle: fp32, one full forward of the library's own model per (user, item).
 
-Twenty lines anyone can check; every fast path is compared with it.
+No cache, no tree. Twenty lines anyone can check; every fast path is compared with it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.torch_backend import TorchBackend
+from tests.factories import tiny_model
+
+torch.set_num_threads(1)  # tests run side by side
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def torch_backend(model_folder):
+    return TorchBackend(model_folder, "float32", torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished `nightshelf` command."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out.strip().splitlines()[-1])
+
+
+@pytest.fixture
+def nightshelf():
+    """Run the command line inside this process: quick; with `run.workers: 0` only."""
+    from typer.testing import CliRunner
+
+    from jobs.cli import app
+
+    def run(*args: str | Path, check: int | None = 0) -> Finished:
+        done = CliRunner().invoke(app, [str(a) for a in args])
+        return _checked(Finished(done.exit_code, done.stdout, done.stderr), check)
+
+    return run
+
+
+@pytest.fixture
+def nightshelf_process():
+    """Run the command line in a process of its own, as a user would."""
+
+    def run(*args: str | Path, check: int | None = 0) -> Finished:
+        done = subprocess.run(
+            [sys.executable, "-m", "jobs", *map(str, args)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=Path(__file__).parents[1],
+        )
+        return _checked(Finished(done.returncode, done.stdout, done.stderr), check)
+
+    return run
+
+
+def _checked(result: Finished, check: int | None) -> Finished:
+    assert "Traceback" not in result.err, result.err
+    if check is not None:
+        assert result.code == check, f"exit {result.code}\n{result.out}\n{result.err}"
+    return result

@@ -1,0 +1,199 @@
+"""Whole runs with the fake backend: what is published, what is counted, and doing it twice."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from tests.factories import write_config, write_inputs
+
+PARTITION = "out/ds=2026-11-28/surface=home"
+
+
+def published(folder):
+    return pl.read_parquet(folder / PARTITION).sort("user_id", "rank")
+
+
+def assert_right(rows: pl.DataFrame, tables) -> None:
+    """What every published partition must be."""
+    per_user = rows.group_by("user_id", maintain_order=True)
+    for _, mine in per_user:
+        assert mine["rank"].to_list() == list(range(1, len(mine) + 1))
+        assert mine["score"].is_sorted(descending=True)
+        assert mine["item_id"].n_unique() == len(mine)
+    assert rows["score"].is_finite().all()
+    assert rows["item_id"].is_in(tables["catalog"].column("item_id").to_pylist()).all()
+    excluded = pl.from_arrow(tables["exclusions"])
+    assert rows.join(excluded, on=["user_id", "item_id"], how="semi").is_empty()
+
+
+@pytest.mark.parametrize("int_ids", [False, True], ids=["string ids", "int64 ids"])
+@pytest.mark.parametrize(
+    "task",
+    [{"score": {}}, {"generate": {"width": 8}}, {"score": {}, "generate": {"width": 8}}],
+    ids=["score", "generate", "both"],
+)
+def test_a_run_publishes_right_rows_and_counts_balance(nightshelf, tmp_path, task, int_ids):
+    tables = write_inputs(tmp_path, int_ids=int_ids)
+    config = write_config(tmp_path, task={"k": 5, **task})
+    summary = nightshelf("run", config, "--output", "json").json
+    rows = published(tmp_path)
+    assert_right(rows, tables)
+    assert rows.schema["user_id"] == (pl.Int64 if int_ids else pl.String)
+    assert rows["source"].unique().is_in(list(task)).all()
+    assert summary["status"] == "published"
+    assert summary["users_in"] == 40
+    assert summary["users_in"] == (
+        summary["users_recommended"]
+        + summary["users_quarantined"]
+        + summary["users_without_eligible"]
+    )
+    assert summary["rows_published"] == len(rows)
+    assert summary["users_recommended"] == rows["user_id"].n_unique()
+    assert 0 < summary["rows_forwarded"] < summary["rows_naive"]
+
+
+def test_running_again_scores_nothing_and_publishes_the_same_rows(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    first = nightshelf("run", config, "--output", "json").json
+    before = published(tmp_path)
+    receipts = {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/receipts/*.json")}
+    assert len(receipts) == first["shards"] == 4
+    second = nightshelf("run", config, "--output", "json")
+    assert "4 of 4 shards are done already" in second.err
+    assert second.json["run_id"] == first["run_id"]
+    assert receipts == {p: p.stat().st_mtime_ns for p in tmp_path.glob("runs/*/receipts/*.json")}
+    assert_frame_equal(published(tmp_path), before)
+
+
+def test_a_new_run_over_the_same_date_replaces_its_rows(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    first = nightshelf("run", config, "--output", "json").json
+    second = nightshelf("run", config, "--set", "task.k=3", "--output", "json").json
+    assert second["run_id"] != first["run_id"]
+    rows = published(tmp_path)
+    assert rows["run_id"].unique().to_list() == [second["run_id"]]
+    assert rows["rank"].max() == 3
+    status = nightshelf("status", config, "--output", "json").json
+    assert {r["run_id"]: r["status"] for r in status["runs"]} == {
+        first["run_id"]: "replaced",
+        second["run_id"]: "published",
+    }
+
+
+def test_another_date_or_surface_leaves_the_first_alone(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    nightshelf("run", config)
+    before = published(tmp_path)
+    nightshelf("run", config, "--ds", "2026-11-29")
+    nightshelf("run", config, "--set", "surface=feed home/eu")
+    assert_frame_equal(published(tmp_path), before)
+    everything = pl.scan_parquet(tmp_path / "out", hive_partitioning=True).collect()
+    assert sorted(everything["surface"].unique()) == ["feed home/eu", "home"]
+    assert everything["ds"].n_unique() == 2
+
+
+def test_shards_workers_and_batches_do_not_change_the_rows(
+    nightshelf, nightshelf_process, tmp_path
+):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    nightshelf("run", config)
+    want = published(tmp_path).drop("run_id")
+    nightshelf_process("run", config, "--set", "run.shard_users=7", "--set", "run.workers=2")
+    assert_frame_equal(published(tmp_path).drop("run_id"), want)
+    for settings in (
+        ["run.shard_users=1000"],
+        ["engine.max_batch_users=1"],
+        ["engine.max_batch_tokens=50", "run.shard_users=13"],
+    ):
+        args = [a for s in settings for a in ("--set", s)]
+        nightshelf("run", config, *args)
+        assert_frame_equal(published(tmp_path).drop("run_id"), want)
+
+
+def test_wide_layout_has_one_row_per_user(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    nightshelf("run", config)
+    want = published(tmp_path)
+    nightshelf("run", config, "--set", "output.layout=wide")
+    wide = pl.read_parquet(tmp_path / PARTITION)
+    assert wide["user_id"].n_unique() == len(wide)
+    long = wide.explode("items").unnest("items").select("user_id", "item_id", "score", "source")
+    assert_frame_equal(
+        long.sort("user_id", "item_id"),
+        want.select("user_id", "item_id", "score", "source").sort("user_id", "item_id"),
+    )
+    assert_right(
+        long.with_columns(
+            pl.int_range(1, pl.len() + 1).over("user_id").cast(pl.Int32).alias("rank")
+        ),
+        tables,
+    )
+    shown = nightshelf("show", config, "--set", "output.layout=wide", "--user", "u001").out
+    assert "Title i" in shown
+
+
+@pytest.mark.parametrize("shape", ["long", "segment", "shared"])
+def test_every_shape_of_candidates_gives_the_scores_of_the_wide_one(nightshelf, tmp_path, shape):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = write_inputs(tmp_path)
+    items = tables["catalog"].column("item_id").to_pylist()[:12]
+    users = tables["users"].column("user_id").to_pylist()
+    segments = tables["users"].column("segment").to_pylist()
+    wide = pa.table({"user_id": users, "item_ids": [items] * len(users)})
+    other = {
+        "long": pa.table({"user_id": users * 12, "item_id": [i for i in items for _ in users]}),
+        "segment": pa.table({"segment": sorted(set(segments)), "item_ids": [items] * 3}),
+        "shared": pa.table({"item_id": items}),
+    }[shape]
+    config = write_config(tmp_path, task={"k": 5, "score": {}})
+    pq.write_table(wide, tmp_path / "candidates.parquet")
+    nightshelf("run", config)
+    want = published(tmp_path).drop("run_id")
+    pq.write_table(other, tmp_path / "candidates.parquet")
+    summary = nightshelf("run", config, "--output", "json").json
+    assert_frame_equal(published(tmp_path).drop("run_id"), want)
+    assert summary["candidates_in"] == 12 * len(users)
+
+
+def test_dry_run_and_plan_touch_nothing(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    planned = nightshelf("plan", config, "--output", "json").json
+    assert planned["shards"] == 4
+    assert planned["inputs"]["users"]["rows"] == 40
+    assert nightshelf("run", config, "--dry-run", "--output", "json").json == planned
+    assert not list((tmp_path / "out").rglob("*.parquet"))
+    assert not list((tmp_path / "runs").rglob("*.*"))
+
+
+def test_show_prints_titles_and_says_why_there_is_nothing(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    nightshelf("run", config)
+    shown = nightshelf("show", config, "--user", "u003", "--output", "json").json
+    want = published(tmp_path).filter(pl.col("user_id") == "u003")
+    assert [i["item_id"] for i in shown["items"]] == want["item_id"].to_list()
+    assert all(i["title"] == f"Title {i['item_id']}" for i in shown["items"])
+    assert "not in the users table" in nightshelf("show", config, "--user", "nobody").out
+
+
+def test_the_command_line_and_lower_layers_load_no_torch():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, schemas, pipelines.run_shard, pipelines.audit, pipelines.publish, jobs.cli; "
+        "heavy = {'torch', 'transformers', 'pyspark', 'airflow.sdk'} & set(sys.modules); "
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

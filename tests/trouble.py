@@ -1,0 +1,71 @@
+"""Backends that fail on purpose, over the fake one. Named in a config as `tests.trouble:…`."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.backend import NodeBatch, Norm, PackedPrompts, Targets
+from engine.fake_backend import FakeBackend
+from schemas.settings import EngineSettings
+
+
+class FailingBackend(FakeBackend):
+    """A fake that gives NaN for prompts that hold a marked token."""
+
+    def __init__(self, bad_token: int) -> None:
+        super().__init__()
+        self._bad = bad_token
+        self._bad_rows: set[int] = set()
+
+    def prefill(self, prompts: PackedPrompts, max_nodes: int) -> Any:
+        context = super().prefill(prompts, max_nodes)
+        context.bad = torch.tensor(
+            [
+                bool((prompts.token_ids[a:b] == self._bad).any())
+                for a, b in zip(prompts.offsets[:-1], prompts.offsets[1:], strict=True)
+            ]
+        )
+        return context
+
+    def extend(self, context: Any, nodes: NodeBatch) -> None:
+        super().extend(context, nodes)
+        context.bad = torch.cat([context.bad, context.bad[nodes.prompt]])
+
+    def log_probs(self, context: Any, rows: Any, targets: Targets, norm: Norm) -> Any:
+        out = super().log_probs(context, rows, targets, norm)
+        return torch.where(context.bad[rows[targets.row]], torch.nan, out)
+
+
+def nan_backend(settings: EngineSettings) -> FailingBackend:
+    """NaN for prompts with the byte '!' (33): `engine.backend: tests.trouble:nan_backend`."""
+    return FailingBackend(33)
+
+
+class TroubleBackend(FakeBackend):
+    """A fake that misbehaves as files in the folder `NIGHTSHELF_TEST_TROUBLE` say.
+
+    `slow` holds seconds to sleep in each prefill. When a prompt holds '!', `poison` kills the
+    process and `wedge` makes it hang, once. A trouble ends when its file is removed.
+    """
+
+    def prefill(self, prompts: PackedPrompts, max_nodes: int) -> Any:
+        trouble = Path(os.environ["NIGHTSHELF_TEST_TROUBLE"])
+        marked = bool((prompts.token_ids == 33).any())
+        if (trouble / "slow").exists():
+            time.sleep(float((trouble / "slow").read_text()))
+        if marked and (trouble / "poison").exists():
+            os._exit(7)
+        if marked and (trouble / "wedge").exists():
+            (trouble / "wedge").unlink()
+            time.sleep(600)
+        return super().prefill(prompts, max_nodes)
+
+
+def trouble_backend(settings: EngineSettings) -> TroubleBackend:
+    """`engine.backend: tests.trouble:trouble_backend`."""
+    return TroubleBackend(settings.seed)

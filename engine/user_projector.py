@@ -12,18 +12,16 @@ Source: Embedding-to-Prefix, arXiv 2505.17051; GLIDE, arXiv 2603.17540.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from engine.projector_spec import ProjectorSpec, read_projector_spec
 from schemas.errors import EngineError
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -31,32 +29,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
 }
-
-
-class ProjectorSpec(BaseModel):
-    """projector.json."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    kind: Literal["linear", "mlp"]
-    input_dim: PositiveInt
-    output_dim: PositiveInt
-    num_tokens: PositiveInt = 1
-    hidden_dim: PositiveInt | None = None
-    activation: Literal["gelu", "silu", "relu"] = "gelu"
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Tensors the weights file must hold; biases may be absent."""
-        out = self.num_tokens * self.output_dim
-        if self.kind == "linear":
-            return {"weight": (out, self.input_dim), "bias": (out,)}
-        hidden = self.hidden_dim or 0
-        return {
-            "fc1.weight": (hidden, self.input_dim),
-            "fc1.bias": (hidden,),
-            "fc2.weight": (out, hidden),
-            "fc2.bias": (out,),
-        }
 
 
 class UserProjector:
@@ -76,24 +48,6 @@ class UserProjector:
             hidden = _ACTIVATIONS[self.spec.activation](hidden)
             out = functional.linear(hidden, w["fc2.weight"], w.get("fc2.bias"))
         return out.view(-1, self.spec.output_dim)
-
-
-def read_projector_spec(folder: str) -> ProjectorSpec:
-    """Read projector.json; `EngineError` when it is missing or wrong."""
-    path = Path(folder) / "projector.json"
-    try:
-        spec = ProjectorSpec.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        raise EngineError(
-            "the projector folder has no projector.json", where=folder, do="See engine.projector."
-        ) from None
-    except (OSError, ValueError) as err:
-        problem = err.errors()[0] if isinstance(err, ValidationError) else None
-        got = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" if problem else str(err)
-        raise EngineError("projector.json cannot be used", got=got, where=str(path)) from err
-    if spec.kind == "mlp" and spec.hidden_dim is None:
-        raise EngineError("projector.json lacks hidden_dim, which kind mlp needs", where=str(path))
-    return spec
 
 
 def load_projector(folder: str, device: torch.device) -> UserProjector:

@@ -95,11 +95,6 @@ class Engine:
         if config.task.generate is not None:
             self._widths = config.task.generate.widths(trie.depth)
 
-    @property
-    def vector_dim(self) -> int | None:
-        """Length a user vector must have; None: whatever the table holds."""
-        return self._projector.spec.input_dim if self._projector else None
-
     def prepare(self, users: UserBatch) -> Prepared:
         """Prompts and packs of a shard; users whose prompt cannot be built are in no pack."""
         prompts = self._prompts.build(users)

@@ -25,7 +25,7 @@ from jobs.run import Progress
 from pipelines.catalog import open_catalog
 from pipelines.prepare import catalog_dir
 from pipelines.run_shard import run_shard
-from schemas.errors import EngineError, NightshelfError, RunError
+from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
 from schemas.runs import RunPlan, Shard
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class _Pool:
     def _hear(self, worker: _Worker) -> None:
         """Take everything a worker has said; notice when it is gone."""
         try:
-            while worker.pipe.poll():
+            while worker in self._workers and worker.pipe.poll():
                 self._take(worker, worker.pipe.recv())
         except (EOFError, OSError):
             self._replace(worker, f"its worker ended ({_exit_words(worker.process)})")
@@ -168,6 +168,8 @@ class _Pool:
         elif kind == "failed":
             self._again(worker, str(value))
             self._give(worker)
+        elif kind == "broken":
+            self._replace(worker, str(value))
 
     def _give(self, worker: _Worker) -> None:
         worker.shard, worker.users_done = None, 0
@@ -270,6 +272,8 @@ def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
 def _run_one(plan: RunPlan, shard: Shard, engine: Engine, catalog: Any, pipe: Connection) -> None:
     try:
         run_shard(plan, shard, engine, catalog, lambda users: pipe.send(("users", users)))
+    except ShardFailedError as err:
+        pipe.send(("broken", err))  # the engine may be in any state: a new one takes over
     except NightshelfError as err:
         pipe.send(("failed", err))
     else:

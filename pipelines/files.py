@@ -11,10 +11,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import fsspec
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
+from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from schemas.errors import StorageError, TableError, quoted
@@ -141,6 +144,19 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np.int64]:
+    """Lengths of the non-empty lists among the first rows of a Parquet file."""
+    fs, inside = filesystem(path)
+    with fs.open(inside, "rb") as handle:
+        batches = pq.ParquetFile(handle).iter_batches(batch_size=rows, columns=[column])
+        first = next(batches, None)
+        if first is None:
+            return np.empty(0, dtype=np.int64)
+        lengths = pc.list_value_length(first.column(0)).drop_null().to_numpy()
+    found: NDArray[np.int64] = lengths[lengths > 0].astype(np.int64)
+    return found
 
 
 @retried

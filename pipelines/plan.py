@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+import numpy as np
 import pyarrow as pa
 
+from engine.projector_spec import read_projector_spec
 from engine.registry import check_backend
 from engine.tokenizer import bind_space, load_tokenizer
 from pipelines import files
@@ -67,6 +69,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         num_shards=max(1, -(-inputs["users"].rows // config.run.shard_users)),
         user_id_type=user_id,
         item_id_type=item_id,
+        vector_dim=_vector_dim(config, schemas["users"], inputs["users"]),
         run_dir=files.join(config.run.work_dir, run_id),
     )
 
@@ -132,6 +135,35 @@ def _check_id_types(
                     where=inputs[table].files[0].path,
                     do="Cast one of the two; ids keep their type and are never converted.",
                 )
+
+
+def _vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int | None:
+    """Length that every user vector must have; None when the prompt has no vector.
+
+    The projector decides. Without one (backend `fake`), the table does: its fixed size, or the
+    commonest length among its first rows.
+
+    Raises:
+        TableError: vectors of a fixed size that is not the projector's.
+    """
+    if not config.prompt.parsed.uses("user_vector"):
+        return None
+    dtype = schema.field("embedding").type
+    fixed = dtype.list_size if pa.types.is_fixed_size_list(dtype) else None
+    if config.engine.projector is not None:
+        wanted = read_projector_spec(config.engine.projector).input_dim
+        if fixed not in (None, wanted):
+            raise TableError(
+                "users: column 'embedding' does not fit the projector",
+                expected=f"vectors of length {wanted}",
+                got=f"length {fixed}",
+                where=users.files[0].path,
+            )
+        return wanted
+    if fixed is not None:
+        return int(fixed)
+    lengths = files.first_list_lengths(users.files[0].path, "embedding")
+    return int(np.bincount(lengths).argmax()) if len(lengths) else 1
 
 
 def _check_writable(config: RunConfig) -> None:

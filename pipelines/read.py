@@ -47,11 +47,8 @@ class ShardInput:
     counts: Counts
 
 
-def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog, vector_dim: int | None) -> ShardInput:
+def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog) -> ShardInput:
     """Read and validate one prepared shard.
-
-    Args:
-        vector_dim: length a user vector must have; None takes the commonest length of the shard.
 
     Raises:
         StorageError: the shard file is missing or damaged.
@@ -60,7 +57,7 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog, vector_dim: int | 
     is_user = table.column("file").is_valid().to_numpy()
     strays = table.filter(pa.array(~is_user))
     table = table.filter(pa.array(is_user))
-    check = _Check(table, vector_dim, plan)
+    check = _Check(table, plan)
     check.run()
     good = np.flatnonzero(check.ok).astype(np.int64)
     kept = table.take(pa.array(good))
@@ -85,9 +82,8 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog, vector_dim: int | 
 class _Check:
     """The rules a user row must obey, one method per rule; each sets rows aside."""
 
-    def __init__(self, table: pa.Table, vector_dim: int | None, plan: RunPlan) -> None:
+    def __init__(self, table: pa.Table, plan: RunPlan) -> None:
         self._table = table
-        self._dim = vector_dim
         self._plan = plan
         self.ok = np.ones(len(table), dtype=bool)
         self.vectors: NDArray[np.float32] | None = None  # [good rows, D], once all rules have run
@@ -144,10 +140,7 @@ class _Check:
         column = self._table.column("embedding").combine_chunks()
         self._reject("null_vector", _mask(column.is_null()), "embedding is null")
         lengths = pc.fill_null(pc.list_value_length(column), -1).to_numpy().astype(np.int64)
-        dim = self._dim
-        if dim is None:
-            present = lengths[self.ok & (lengths > 0)]
-            dim = int(np.bincount(present).argmax()) if len(present) else 1
+        dim = self._plan.vector_dim or 1
         for length in np.unique(lengths[self.ok & (lengths != dim)]):
             self._reject(
                 "vector_length",

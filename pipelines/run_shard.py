@@ -63,7 +63,7 @@ def run_shard(
     started = time.perf_counter()
     attempt = uuid.uuid4().hex[:8]
     with _shard_context(plan, shard):
-        data = read_shard(plan, shard, catalog, engine.vector_dim)
+        data = read_shard(plan, shard, catalog)
         scores = score_shard(data, engine, catalog, plan.config.task, progress)
         quarantined = data.quarantined + scores.quarantined
         counts = _count(data, scores, len(quarantined))

@@ -48,6 +48,7 @@ class RunPlan(_Record):
     num_shards: int
     user_id_type: Literal["string", "int64"]
     item_id_type: Literal["string", "int64"]
+    vector_dim: int | None = None  # length every user vector must have
     run_dir: str
 
 
@@ -191,6 +192,14 @@ class RunManifest(_Record):
     seconds: float
     versions: dict[str, str]
 
+    def _legal_mass(self) -> float | None:
+        """Mean probability that the first generated token stays in the catalog, where known."""
+        task = self.plan.config.task
+        users = self.counts.users_recommended + self.counts.users_without_eligible
+        if task.generate is None or task.score_norm != "full_vocab" or not users:
+            return None
+        return round(sum(receipt.legal_mass_sum for receipt in self.shards) / users, 4)
+
     def summary(self) -> dict[str, Any]:
         """The one-line JSON of a run."""
         c = self.counts
@@ -209,6 +218,7 @@ class RunManifest(_Record):
             "rows_published": self.published.rows if self.published else 0,
             "rows_quarantined": c.rows_quarantined,
             "exact_share": _share(c.users_exact, c.users_recommended),
+            "legal_mass": self._legal_mass(),
             "published": self.published.partition if self.published else None,
             "run_dir": self.plan.run_dir,
             "shards": self.plan.num_shards,

@@ -50,8 +50,11 @@ class TroubleBackend(FakeBackend):
     """A fake that misbehaves as files in the folder `NIGHTSHELF_TEST_TROUBLE` say.
 
     `slow` holds seconds to sleep in each prefill. When a prompt holds '!', `poison` kills the
-    process and `wedge` makes it hang, once. A trouble ends when its file is removed.
+    process, `dead_engine` breaks the backend for good, and `wedge` makes it hang, once. A trouble
+    ends when its file is removed.
     """
+
+    _dead = False
 
     def prefill(self, prompts: PackedPrompts, max_nodes: int) -> Any:
         trouble = Path(os.environ["NIGHTSHELF_TEST_TROUBLE"])
@@ -60,6 +63,10 @@ class TroubleBackend(FakeBackend):
             time.sleep(float((trouble / "slow").read_text()))
         if marked and (trouble / "poison").exists():
             os._exit(7)
+        if marked and (trouble / "dead_engine").exists():
+            self._dead = True
+        if self._dead:  # and stays dead, as a CUDA context does
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         if marked and (trouble / "wedge").exists():
             (trouble / "wedge").unlink()
             time.sleep(600)

@@ -133,9 +133,13 @@ def test_an_interrupt_ends_cleanly_and_resumes(
     assert_frame_equal(published(tmp_path), undisturbed)
 
 
+@pytest.mark.parametrize(
+    ("what", "message"), [("poison", "exit code 7"), ("dead_engine", "illegal memory access")]
+)
 def test_a_poison_shard_fails_alone_and_is_the_only_one_repaired(
-    nightshelf_process, tmp_path, trouble
+    nightshelf_process, tmp_path, trouble, what, message
 ):
+    """An engine that broke on it is not asked again: the shards behind it get a new one."""
     tables = write_inputs(tmp_path, num_users=30)
     names = tables["users"].column("user_id").to_pylist()
     texts = ["!" if name == "u005" else "ok" for name in names]
@@ -153,16 +157,16 @@ def test_a_poison_shard_fails_alone_and_is_the_only_one_repaired(
         run__max_attempts=2,
         run__shard_users=6,
     )
-    (trouble / "poison").touch()
+    (trouble / what).touch()
     failed = nightshelf_process("run", config, "--output", "json", check=4)
     assert failed.json["error"]["exit_code"] == 4
     assert "1 of 5 shards failed" in failed.err
-    assert "exit code 7" in failed.err
+    assert message in failed.err
     assert "given up after 2 attempts" in failed.err
     assert not (tmp_path / PARTITION).exists(), "half a run was published"
     done = receipts(tmp_path)
     assert len(done) == 4
-    (trouble / "poison").unlink()
+    (trouble / what).unlink()
     nightshelf_process("run", config)
     after = receipts(tmp_path)
     assert {name: after[name] for name in done} == done

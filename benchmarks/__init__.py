@@ -1,0 +1,1 @@
+"""The engine beside its peers on the same work, timed in one process."""

@@ -1,0 +1,163 @@
+"""The fake is public: its numbers can be checked by hand, and the real algorithms run over it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from engine.beam_search import _sort_key, beam_search, rows_per_prompt
+from engine.device_trie import to_device
+from engine.exclusions import dead_nodes
+from engine.fake_backend import FakeBackend, fake_log_prob
+from engine.item_scoring import score_items
+from engine.sid_trie import build_trie
+from engine.token_tree import build_token_tree
+from schemas.requests import Ragged
+from tests.factories import bound_space, prompts_of, random_codes
+
+CPU = torch.device("cpu")
+
+
+def setting(seed=0, num_items=40, norm="full_vocab", ragged=True):
+    trie = build_trie(random_codes(np.random.default_rng(seed), num_items, ragged=ragged))
+    return FakeBackend(), trie, to_device(trie, bound_space(), norm, CPU)
+
+
+def all_scores(backend, trie, index, prompts):
+    everything = Ragged.from_lists([range(trie.num_items)] * len(prompts))
+    tree = build_token_tree(trie, everything)
+    context = backend.prefill(prompts_of(prompts), tree.num_rows)
+    scores = score_items(backend, context, index, tree, max_rows=13)
+    return scores.view(len(prompts), -1)[:, trie.items[trie.first_item[:-1]]]  # by sid
+
+
+def test_a_score_is_the_sum_of_the_hashes_anyone_can_compute():
+    backend, trie, index = setting()
+    space, prompt = bound_space(), [5, 6, 7]
+    scores = all_scores(backend, trie, index, [prompt])[0]
+    key = np.asarray(prompt, dtype="<i8").tobytes()
+    for sid in range(trie.num_sids):
+        path, total = [], 0.0
+        for level, code in enumerate(c for c in trie.codes_of_sid[sid].tolist() if c >= 0):
+            token = int(space.token_ids[level][code])
+            total += fake_log_prob(key, path, token)
+            path.append(token)
+        assert math.isclose(total, float(scores[sid]), abs_tol=1e-4)
+
+
+def naive_beam(scores_of_prefix, codes, widths, k):
+    """Beam search in plain Python over a table of prefix scores."""
+    beams, done = [()], []
+    pruned = -math.inf
+    for level in range(codes.shape[1]):
+        children = {
+            tuple(row[: level + 1])
+            for row in codes.tolist()
+            if tuple(row[:level]) in beams and row[level] >= 0
+        }
+        leaves = {c for c in children if c in scores_of_prefix["leaf"]}
+        done += leaves
+        ranked = sorted(children - leaves, key=lambda c: (-scores_of_prefix["score"][c], c))
+        width = widths[level] if level < len(widths) else 0
+        if ranked[width:]:
+            pruned = max(pruned, scores_of_prefix["score"][ranked[width]])
+        beams = ranked[:width]
+    done.sort(key=lambda c: (-scores_of_prefix["score"][c], c))
+    return done[:k], pruned
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_beams_equal_a_plain_beam_search(seed):
+    backend, trie, index = setting(seed, num_items=60, ragged=bool(seed % 2))
+    space, prompt = bound_space(), [seed, 3]
+    key = np.asarray(prompt, dtype="<i8").tobytes()
+    table = {"score": {}, "leaf": set()}
+    for row in trie.codes_of_sid.tolist():
+        sid = tuple(c for c in row if c >= 0)
+        table["leaf"].add(sid)
+        path, total = [], np.float32(0)
+        for level, code in enumerate(sid):
+            token = int(space.token_ids[level][code])
+            total = np.float32(total + np.float32(fake_log_prob(key, path, token)))
+            path.append(token)
+            table["score"][sid[: level + 1]] = total
+    widths, k = ((3, 4), (2, 9), (6, 2))[seed % 3], 5
+    want, pruned = naive_beam(table, trie.codes_of_sid, widths, k)
+    context = backend.prefill(prompts_of([prompt]), 0)
+    got = beam_search(backend, context, index, prompts=torch.tensor([0]), widths=widths, k=k)
+    found = got.sid[0][got.score[0] > -torch.inf]
+    codes = [tuple(c for c in trie.codes_of_sid[s].tolist() if c >= 0) for s in found]
+    assert codes == want
+    assert float(got.pruned[0]) == pytest.approx(pruned, abs=1e-5)
+    assert got.rows == context.num_rows - 1 <= rows_per_prompt(index, widths)
+
+
+def test_a_narrow_first_level_never_narrows_later_ones():
+    """Three first codes and a width of 64: later levels still get all of the width."""
+    codes = np.stack(np.meshgrid(range(3), range(4), range(6)), -1).reshape(-1, 3)
+    trie = build_trie(codes.astype(np.int32))
+    index = to_device(trie, bound_space(), "full_vocab", CPU)
+    backend = FakeBackend()
+    context = backend.prefill(prompts_of([[1]]), 0)
+    beams = beam_search(backend, context, index, prompts=torch.tensor([0]), widths=(64, 64), k=72)
+    assert beams.rows == 3 + 12
+    assert (beams.score > -torch.inf).all(), "all 72 items come back"
+    assert float(beams.pruned[0]) == -math.inf
+
+
+def test_more_wanted_than_there_are_gives_what_there_is():
+    backend, trie, index = setting(num_items=3)
+    context = backend.prefill(prompts_of([[1], [2]]), 0)
+    beams = beam_search(backend, context, index, prompts=torch.tensor([0, 1]), widths=(9, 9), k=50)
+    found = beams.score > -torch.inf
+    assert found.sum(dim=1).tolist() == [trie.num_sids] * 2
+    for user in range(2):
+        sids = beams.sid[user][found[user]].tolist()
+        assert len(set(sids)) == len(sids)
+
+
+def test_exclusions_remove_items_and_change_no_score():
+    backend, trie, index = setting(num_items=30)
+    want = all_scores(backend, trie, index, [[1]])[0]
+    excluded = Ragged.from_lists([list(range(0, 30, 2))])
+    dead = torch.from_numpy(dead_nodes(trie, excluded))
+    context = backend.prefill(prompts_of([[1]]), 0)
+    beams = beam_search(
+        backend, context, index, prompts=torch.tensor([0]), widths=(9, 99), k=40, dead=dead
+    )
+    found = beams.score[0] > -torch.inf
+    sids = beams.sid[0][found]
+    alive = {int(trie.sid_of_item[i]) for i in range(1, 30, 2)}
+    assert set(sids.tolist()) == alive
+    torch.testing.assert_close(beams.score[0][found], want[sids], rtol=0, atol=1e-5)
+
+
+def test_a_forced_token_is_free_under_the_trie_norm():
+    codes = np.asarray([[1, 2, 3], [4, 0, 0]], dtype=np.int32)
+    trie = build_trie(codes)
+    index = to_device(trie, bound_space(), "trie", CPU)
+    backend = FakeBackend()
+    scores = all_scores(backend, trie, index, [[1]])[0]
+    assert float(scores.exp().sum()) == pytest.approx(1.0, abs=1e-6)
+    context = backend.prefill(prompts_of([[1]]), 0)
+    beams = beam_search(backend, context, index, prompts=torch.tensor([0]), widths=(1, 1), k=2)
+    # The best prefix is followed alone, and its two forced tokens cost nothing.
+    assert float(beams.score[0, 0]) == float(scores.max())
+    assert float(beams.pruned[0]) == pytest.approx(float(scores.min()), abs=1e-6)
+
+
+def test_equal_scores_fall_back_on_the_smaller_number():
+    score = torch.tensor([[-1.0, -0.0, 0.0, -1.0, -torch.inf, -1.0]])
+    order = torch.tensor([[5, 9, 2, 3, 0, 4]])
+    ranked = _sort_key(score, order).sort(descending=True).indices
+    assert order[0][ranked[0]].tolist() == [2, 9, 3, 4, 5, 0]
+
+
+def test_the_seed_and_the_vector_are_part_of_a_prompt():
+    backend, trie, index = setting()
+    plain = all_scores(backend, trie, index, [[1, 0, 2]])
+    other = all_scores(FakeBackend(seed=1), trie, index, [[1, 0, 2]])
+    assert not torch.equal(plain, other)

@@ -1,0 +1,161 @@
+"""What the torch backend promises beyond right numbers: independent rows, and a safe start."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backend import Norm, Targets, TokenColumns
+from engine.beam_search import beam_search
+from engine.device_trie import to_device
+from engine.item_scoring import score_items
+from engine.sid_trie import build_trie
+from engine.token_tree import build_token_tree
+from engine.torch_backend import TorchBackend
+from engine.torch_backend.head import Head
+from engine.user_projector import load_projector
+from schemas.errors import EngineError
+from schemas.requests import Ragged
+from tests.factories import bound_space, prompts_of, random_codes, random_prompts, tiny_model
+
+CPU = torch.device("cpu")
+
+
+def setting(seed=3, users=12):
+    rng = np.random.default_rng(seed)
+    trie = build_trie(random_codes(rng, 30))
+    index = to_device(trie, bound_space(), "full_vocab", CPU)
+    prompts = random_prompts(rng, users, longest=25)
+    sets = [rng.choice(30, rng.integers(1, 30), replace=False).tolist() for _ in prompts]
+    return trie, index, prompts, sets
+
+
+def score(backend, trie, index, prompts, sets, *, prefix=(), max_rows=1000, reserve=True):
+    tree = build_token_tree(trie, Ragged.from_lists(sets))
+    context = backend.prefill(prompts_of(prompts, prefix), tree.num_rows if reserve else 0)
+    return score_items(backend, context, index, tree, max_rows)
+
+
+def test_scores_do_not_depend_on_the_batch_or_on_chunks(torch_backend):
+    trie, index, prompts, sets = setting()
+    together = score(torch_backend, trie, index, prompts, sets)
+    alone = [
+        score(torch_backend, trie, index, [p], [s]) for p, s in zip(prompts, sets, strict=True)
+    ]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-5)
+    chunked = score(torch_backend, trie, index, prompts, sets, max_rows=5, reserve=False)
+    torch.testing.assert_close(together, chunked, rtol=0, atol=1e-5)
+
+
+def test_the_same_batch_gives_the_same_bits(torch_backend):
+    trie, index, prompts, sets = setting()
+    first = score(torch_backend, trie, index, prompts, sets)
+    assert all(
+        torch.equal(first, score(torch_backend, trie, index, prompts, sets)) for _ in range(4)
+    )
+
+
+def test_a_static_prefix_is_forwarded_once_and_changes_no_number(torch_backend):
+    trie, index, prompts, sets = setting()
+    prefix = [4, 9, 2, 11]
+    whole = score(torch_backend, trie, index, [prefix + p for p in prompts], sets)
+    shared = score(torch_backend, trie, index, prompts, sets, prefix=prefix)
+    torch.testing.assert_close(whole, shared, rtol=0, atol=1e-5)
+    key = np.asarray(prefix, dtype=np.int64)
+    assert torch_backend._prefix(key) is torch_backend._prefix(key)
+
+
+def test_bfloat16_is_near_float32_and_ranks_alike(model_folder, torch_backend):
+    trie, index, prompts, sets = setting()
+    want = score(torch_backend, trie, index, prompts, sets)
+    half = TorchBackend(model_folder, "bfloat16", CPU)
+    got = score(half, trie, index, prompts, sets)
+    assert (got - want).abs().max() < 0.5
+    context = half.prefill(prompts_of(prompts), 0)
+    beams = beam_search(
+        half, context, index, prompts=torch.arange(len(prompts)), widths=(8, 8), k=5
+    )
+    assert (beams.score > -torch.inf).all()
+
+
+@pytest.mark.parametrize("kind", ["full_vocab", "level"])
+def test_the_head_in_chunks_equals_the_head_in_one(kind, monkeypatch):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(16, 300)
+    hidden = torch.randn(50, 16)
+    columns = TokenColumns(np.asarray([7, 3, 200, 299]))
+    row = torch.arange(50).repeat_interleave(3)
+    targets = Targets(row=row, column=torch.arange(150) % 4, columns=columns)
+    norm = Norm(kind, None if kind == "full_vocab" else columns)
+    want = Head(linear).log_probs(hidden, targets, norm)
+    logits = linear(hidden)
+    allowed = logits if kind == "full_vocab" else logits[:, columns.token_ids]
+    direct = logits[row, torch.from_numpy(columns.token_ids)[targets.column]]
+    torch.testing.assert_close(want, direct - allowed.logsumexp(1)[row], rtol=0, atol=1e-5)
+    monkeypatch.setattr("engine.torch_backend.head._ROWS", 7)
+    monkeypatch.setattr("engine.torch_backend.head._COLUMNS", 33)
+    got = Head(linear).log_probs(hidden, targets, norm)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+def test_attention_in_chunks_of_prompts_equals_attention_in_one(torch_backend, monkeypatch):
+    trie, index, prompts, sets = setting()
+    want = score(torch_backend, trie, index, prompts, sets)
+    monkeypatch.setattr("engine.torch_backend.tree_attention._MAX_SCORES", 500)
+    got = score(torch_backend, trie, index, prompts, sets)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def test_weights_that_are_missing_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match="lacks weights"):
+        TorchBackend(str(tmp_path), "float32", CPU)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tensors", "message"),
+    [
+        (None, {}, "no projector.json"),
+        ('{"kind": "conv"}', {}, "projector.json cannot be used"),
+        ('{"kind": "mlp", "input_dim": 2, "output_dim": 4}', {}, "lacks hidden_dim"),
+        ('{"kind": "linear", "input_dim": 2, "output_dim": 4}', None, "cannot be read"),
+        (
+            '{"kind": "linear", "input_dim": 2, "output_dim": 4}',
+            {"weight": (4, 3)},
+            r"expected shape \(4, 2\), got shape \(4, 3\)",
+        ),
+        ('{"kind": "linear", "input_dim": 2, "output_dim": 4}', {"w": (4, 2)}, "got tensors w"),
+    ],
+)
+def test_projectors_that_do_not_fit_are_refused(tmp_path, spec, tensors, message):
+    from safetensors.torch import save_file
+
+    if spec is not None:
+        (tmp_path / "projector.json").write_text(spec)
+    if tensors is not None:
+        named = {name: torch.zeros(shape) for name, shape in tensors.items()}
+        save_file(named, tmp_path / "projector.safetensors")
+    with pytest.raises(EngineError, match=message):
+        load_projector(str(tmp_path), CPU)
+
+
+def test_projectors_are_the_layers_they_say(tmp_path):
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    fc1, fc2 = torch.nn.Linear(3, 5), torch.nn.Linear(5, 8)
+    named = {f"fc{i}.{n}": p.data for i, m in ((1, fc1), (2, fc2)) for n, p in m.named_parameters()}
+    save_file(named, tmp_path / "projector.safetensors")
+    (tmp_path / "projector.json").write_text(
+        '{"kind": "mlp", "input_dim": 3, "hidden_dim": 5, "output_dim": 4, "num_tokens": 2}'
+    )
+    vectors = torch.randn(6, 3)
+    got = load_projector(str(tmp_path), CPU)(vectors)
+    want = fc2(torch.nn.functional.gelu(fc1(vectors))).view(12, 4)
+    torch.testing.assert_close(got, want)

@@ -57,8 +57,12 @@ class EngineSettings(_Section):
 class SidSettings(_Section):
     """The SID space. `tokens[l]` is the text of level l's tokens with `{code}` for the number."""
 
-    sizes: tuple[Positive, ...] = Field(min_length=1, max_length=16)
-    tokens: tuple[str, ...] = Field(min_length=1, max_length=16)
+    sizes: tuple[Positive, ...] = Field(
+        min_length=1, max_length=16, description="Codes of each level"
+    )
+    tokens: tuple[str, ...] = Field(
+        min_length=1, max_length=16, description="Text of each level's tokens, with {code}"
+    )
 
     @property
     def space(self) -> SidSpace:
@@ -69,7 +73,7 @@ class SidSettings(_Section):
 class PromptSettings(_Section):
     """The prompt of one user; see schemas/templates.py for the slots."""
 
-    template: str
+    template: str = Field(description="Text with slots; see schemas/templates.py")
     max_tokens: Positive = Field(1024, description="Longest prompt; the oldest history goes first")
     history_max_items: Positive = Field(50, description="Latest items kept in {history}")
     history_separator: str = Field("", description="Text between two items of {history}")
@@ -86,10 +90,10 @@ class PromptSettings(_Section):
 class InputSettings(_Section):
     """Where the tables are: a Parquet file, a folder of them, or a glob."""
 
-    users: str
-    catalog: str
-    candidates: str | None = None
-    exclusions: str | None = None
+    users: str = Field(description="user_id and what the template names")
+    catalog: str = Field(description="item_id, sid; optional popularity, title, text")
+    candidates: str | None = Field(None, description="Items to score, for task.score")
+    exclusions: str | None = Field(None, description="user_id, item_id: never recommended")
 
 
 class ScoreSettings(_Section):
@@ -122,10 +126,10 @@ class TaskSettings(_Section):
     """What to compute for each user. Give `score: {}`, `generate: {}` or both."""
 
     k: Positive = Field(20, description="Recommendations per user")
-    score_norm: ScoreNorm = "full_vocab"
+    score_norm: ScoreNorm = Field("full_vocab", description="What p is a softmax over")
     collisions: CollisionPolicy = Field("all", description="Items kept of those that share one SID")
-    score: ScoreSettings | None = None
-    generate: GenerateSettings | None = None
+    score: ScoreSettings | None = Field(None, description="{}: score the candidates")
+    generate: GenerateSettings | None = Field(None, description="{…}: search the catalog")
 
     @model_validator(mode="after")
     def _some_task(self) -> TaskSettings:
@@ -138,7 +142,7 @@ class OutputSettings(_Section):
     """Where recommendations are published."""
 
     path: str = Field(description="Root of the table; partitions ds=…/surface=… below it")
-    format: Literal["parquet"] = "parquet"
+    format: Literal["parquet"] = Field("parquet", description="Table format")
     layout: Literal["long", "wide"] = Field(
         "long", description="long: a row per recommendation; wide: a row per user"
     )

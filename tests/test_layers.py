@@ -1,0 +1,32 @@
+"""The folders are the architecture: import-linter holds the layers, this holds the rest."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("package", ["schemas", "engine", "pipelines", "jobs"])
+def test_the_packages_are_ours(package):
+    found = Path(importlib.import_module(package).__file__)
+    assert found.parent == ROOT / package
+
+
+def test_no_package_shadows_airflow():
+    assert not list(ROOT.glob("airflow/**/__init__.py"))
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["engine.backend", "engine.registry", "engine.packing", "engine.sid_trie", "engine.token_tree",
+     "engine.tokenizer", "engine.prompts", "engine.projector_spec", "engine.device"],
+)  # fmt: skip
+def test_what_the_driver_reads_of_the_engine_loads_no_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

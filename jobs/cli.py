@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from enum import StrEnum
+from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -60,6 +61,22 @@ OutputOption = Annotated[
     Output, typer.Option("--output", help="text for people, json for machines.")
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"nightshelf {version('nightshelf')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()

@@ -5,14 +5,20 @@ from __future__ import annotations
 import datetime as dt
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Protocol
+
+from filelock import FileLock, Timeout
 
 from pipelines import files
 from pipelines.audit import audit_run
 from pipelines.plan import plan_run
 from pipelines.prepare import prepare_run, shards_of
 from pipelines.publish import publish_run
+from pipelines.publish.parquet import record_path
 from pipelines.run_shard import load_receipt
 from schemas.errors import AuditRefusedError, RunError, StorageError, quoted
 from schemas.runs import (
@@ -72,6 +78,29 @@ def run_job(config: RunConfig, launcher: Launcher, progress: Progress) -> RunMan
     clock = _Clock()
     progress.step("plan")
     plan = plan_run(config)
+    with _only_run_of(plan):
+        return _run(plan, launcher, progress, clock)
+
+
+@contextmanager
+def _only_run_of(plan: RunPlan) -> Iterator[None]:
+    """Hold the lock of the partition; it goes with the process that holds it, however that ends."""
+    path = files.local_path(f"{record_path(plan)}.lock")
+    assert path is not None, "the work folder is local: the plan checked it"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(path, timeout=0):
+            yield
+    except Timeout:
+        raise RunError(
+            "another run of this date and surface is at work",
+            got=f"ds {plan.ds}, surface {plan.surface!r}",
+            where=path,
+            do="Wait for it to end, then run the same command again.",
+        ) from None
+
+
+def _run(plan: RunPlan, launcher: Launcher, progress: Progress, clock: _Clock) -> RunManifest:
     files.write_json(plan_path(plan.run_dir), plan.model_dump(mode="json"))
     progress.step("prepare")
     shards = prepare_run(plan)

@@ -164,6 +164,19 @@ def test_every_shape_of_candidates_gives_the_scores_of_the_wide_one(nightshelf, 
     assert summary["candidates_in"] == 12 * len(users)
 
 
+def test_a_second_run_of_the_same_partition_waits_its_turn(nightshelf, tmp_path):
+    from filelock import FileLock
+
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    (tmp_path / "runs/published").mkdir(parents=True)
+    with FileLock(tmp_path / "runs/published/ds=2026-11-28-surface=home.json.lock"):
+        err = nightshelf("run", config, "--set", "task.k=3", check=4).err
+        assert "another run of this date and surface is at work" in err
+        nightshelf("run", config, "--ds", "2026-11-29")  # another partition is free
+    nightshelf("run", config)
+
+
 def test_dry_run_and_plan_touch_nothing(nightshelf, tmp_path):
     write_inputs(tmp_path)
     config = write_config(tmp_path)

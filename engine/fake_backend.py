@@ -71,7 +71,9 @@ class FakeBackend:
         for p in range(prompts.num_prompts):
             tokens = prompts.token_ids[prompts.offsets[p] : prompts.offsets[p + 1]].tobytes()
             vectors = soft[first[p] * size : first[p + 1] * size]
-            keys.append(xxhash.xxh64_intdigest(prefix + tokens + vectors, seed=self._seed))
+            places = prompts.soft_positions[first[p] : first[p + 1]] - prompts.offsets[p]
+            seen = prefix + tokens + (places.tobytes() + vectors if vectors else b"")
+            keys.append(xxhash.xxh64_intdigest(seen, seed=self._seed))
         return FakeContext(torch.from_numpy(np.asarray(keys, dtype=np.uint64).view(np.int64)))
 
     def extend(self, context: FakeContext, nodes: NodeBatch) -> None:
@@ -104,7 +106,8 @@ def create_backend(settings: EngineSettings) -> FakeBackend:
 def fake_log_prob(prompt: bytes, path: list[int], token: int, *, seed: int = 0) -> float:
     """log p(token | prompt, path) under `full_vocab`, in plain Python: the definition, for tests.
 
-    `prompt` is the prompt's token ids as little-endian int64, then its soft vectors as float32.
+    `prompt` is the prompt's token ids as little-endian int64; where it has soft vectors, then their
+    positions as int64 and their values as float32.
     """
     key = xxhash.xxh64_intdigest(prompt, seed=seed)
     for step in [*path, token]:

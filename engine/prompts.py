@@ -88,7 +88,10 @@ class PromptBuilder:
         prefix = np.concatenate(static) if static else np.empty(0, dtype=np.int64)
         # A prompt must keep one token of its own to predict from: when no later segment is sure to
         # have one, the last static token is forwarded per user instead of being shared.
-        sure = any(s.kind in ("static", "user_vector") for s in self._segments)
+        sure = any(
+            s.kind == "user_vector" or (s.kind == "static" and len(self._static_text[s.text]))
+            for s in self._segments
+        )
         kept = len(prefix) if sure else max(len(prefix) - 1, 0)
         self.static_prefix, self._lead = prefix[:kept], prefix[kept:]
 

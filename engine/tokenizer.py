@@ -103,6 +103,7 @@ def bind_space(config: RunConfig, tokenizer: Tokenizer) -> BoundSidSpace:
     """
     bound = config.sid.space.bind(tokenizer.token_id)
     if config.engine.model is not None:
+        _refuse_adapters(config.engine.model)
         vocab = _vocab_size(Path(config.engine.model) / "config.json")
         if vocab is not None and bound.max_token_id >= vocab:
             raise CatalogError(
@@ -113,6 +114,17 @@ def bind_space(config: RunConfig, tokenizer: Tokenizer) -> BoundSidSpace:
                 do="Resize the model's embeddings to the tokenizer and save the checkpoint again.",
             )
     return bound
+
+
+def _refuse_adapters(folder: str) -> None:
+    """An adapter beside a checkpoint would be left out, or loaded over another base, in silence."""
+    if (Path(folder) / "adapter_config.json").exists():
+        raise EngineError(
+            "the model folder holds an adapter, and adapters are not applied",
+            got="adapter_config.json",
+            where=folder,
+            do="Merge it into the weights first: model.merge_and_unload().save_pretrained(folder).",
+        )
 
 
 def _vocab_size(path: Path) -> int | None:

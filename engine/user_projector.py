@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.projector_spec import ProjectorSpec, read_projector_spec
+from engine.row_tiles import pad_rows
 from schemas.errors import EngineError
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,14 +41,15 @@ class UserProjector:
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """Soft tokens of each user, one user after another."""
-        w = self._weights
+        w, num_users = self._weights, len(vectors)
+        vectors = pad_rows(vectors)
         if self.spec.kind == "linear":
             out = functional.linear(vectors, w["weight"], w.get("bias"))
         else:
             hidden = functional.linear(vectors, w["fc1.weight"], w.get("fc1.bias"))
             hidden = _ACTIVATIONS[self.spec.activation](hidden)
             out = functional.linear(hidden, w["fc2.weight"], w.get("fc2.bias"))
-        return out.view(-1, self.spec.output_dim)
+        return out[:num_users].view(-1, self.spec.output_dim)
 
 
 def load_projector(folder: str, device: torch.device) -> UserProjector:

@@ -137,7 +137,7 @@ class Engine:
             scores = score_items(self._backend, context, self._index, tree, max_rows)
             scored = _item_scores(users.candidates, scores)
             rows += tree.rows_per_user
-            failed[scored.user[np.isnan(scored.score)]] = True
+            failed[scored.user[~np.isfinite(scored.score)]] = True
             naive += users.candidates.lengths * (prompt_rows + self._trie.depth)
         if self._config.task.generate is not None:
             generated, beams_failed, beam_rows_used = self._generate(

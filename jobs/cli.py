@@ -341,3 +341,6 @@ def _print_user(view: UserView, config: RunConfig, output: Output) -> None:
             row["source"],
         )
     _stdout().print(table)
+
+
+import jobs.catalog_cli  # noqa: E402, F401 - adds `catalog` to the app

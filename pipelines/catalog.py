@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from engine.sid_trie import SidTrie, build_trie
-from pipelines import files
+from pipelines.catalog_readers import Bind, read_file
 from schemas.errors import CatalogError, TableError, quoted
 from schemas.requests import Ints
-from schemas.semantic_ids import SidSpace
+from schemas.semantic_ids import CODE_FIELD, SidSpace
 from schemas.tables import CATALOG, ID_TYPES, id_type
 
 _EXTRA = ("popularity", "title", "text")
@@ -77,8 +78,13 @@ def is_saved(folder: str) -> bool:
     return (Path(folder) / "_done").exists()
 
 
-def read_catalog(paths: list[str], space: SidSpace) -> Catalog:
-    """Read catalog files, check every item, and build the trie.
+def read_catalog(paths: list[str], space: SidSpace, bind: Bind | None = None) -> Catalog:
+    """Read catalog files of any layout, check every item, and build the trie.
+
+    Args:
+        paths: files that `list_catalog` named.
+        space: the SID space.
+        bind: gives the token id of every code; needed for files that hold token ids.
 
     Raises:
         TableError: a file breaks the contract.
@@ -86,10 +92,10 @@ def read_catalog(paths: list[str], space: SidSpace) -> Catalog:
     """
     tables = []
     for path in paths:
-        table = files.read_parquet(path)
+        table = read_file(path, space, bind)
         CATALOG.check(table.schema, path)
-        tables.append(_plain(table.select(CATALOG.present(table.schema))))
-    _same_columns(tables, paths)
+        tables.append(plain_table(table))
+    same_columns(tables, paths)
     table = pa.concat_tables(tables)
     if len(table) == 0:
         raise TableError(
@@ -119,13 +125,15 @@ def read_catalog(paths: list[str], space: SidSpace) -> Catalog:
     return Catalog(table.select(keep), build_trie(codes))
 
 
-def _plain(table: pa.Table) -> pa.Table:
-    """Dictionary columns unpacked, ids in their one type."""
+def plain_table(table: pa.Table) -> pa.Table:
+    """The contract's columns, dictionaries unpacked, ids in their one type."""
     columns = {}
-    for name in table.column_names:
+    for name in CATALOG.present(table.schema):
         column = table.column(name)
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
+        if pa.types.is_string_view(column.type):
+            column = column.cast(pa.string())
         if name == "item_id":
             column = column.cast(ID_TYPES[id_type(column.type)])
         elif name in ("title", "text"):
@@ -136,7 +144,8 @@ def _plain(table: pa.Table) -> pa.Table:
     return pa.table(columns)
 
 
-def _same_columns(tables: list[pa.Table], paths: list[str]) -> None:
+def same_columns(tables: list[pa.Table], paths: list[str]) -> None:
+    """Raise `TableError` naming the first file whose columns differ from the first one's."""
     for table, path in zip(tables, paths, strict=True):
         if table.schema != tables[0].schema:
             raise TableError(
@@ -213,7 +222,10 @@ def _split_texts(column: pa.Array, ids: pa.Array, space: SidSpace) -> pa.Array:
     if column.null_count:
         row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
         raise CatalogError("catalog: an item has no semantic ID", got=_item(ids, row))
-    lists: list[list[str]] = []
+    tokens, whole = split_texts(column, space)
+    if whole.all():
+        return tokens
+    lists: list[list[str]] = []  # one by one, which names the first that cannot be split
     for row, text in enumerate(column.to_pylist()):
         try:
             lists.append(space.split(text))
@@ -223,10 +235,25 @@ def _split_texts(column: pa.Array, ids: pa.Array, space: SidSpace) -> pa.Array:
     return pa.array(lists, pa.list_(pa.string()))
 
 
+def split_texts(column: pa.Array, space: SidSpace) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Tokens of SIDs written as text, as `SidSpace.split` finds them, and which texts are whole:
+    tokens, spaces between them, and nothing else.
+    """
+    codes = (re.escape(p).replace(re.escape(CODE_FIELD), "[0-9]+") for p in space.patterns)
+    token = "|".join(codes)
+    text = pc.replace_substring_regex(column, pattern=r"\s+", replacement="")
+    rest = pc.replace_substring_regex(text, pattern=token, replacement="")
+    whole = pc.and_(pc.equal(rest, ""), pc.not_equal(text, "")).to_numpy(zero_copy_only=False)
+    marked = pc.replace_substring_regex(text, pattern=f"({token})", replacement=r"\1 ")
+    return pc.split_pattern(pc.utf8_rtrim(marked, " "), " "), whole
+
+
 def _codes_of_tokens(
     values: pa.Array, level: Ints, item: Ints, ids: pa.Array, space: SidSpace
 ) -> Ints:
     """Each distinct token is parsed once; then all are looked up together."""
+    if pa.types.is_dictionary(values.type):  # its dictionary may hold tokens that no item has
+        values = values.dictionary_decode()
     encoded = pc.dictionary_encode(values)
     parsed: list[Any] = []
     for text in encoded.dictionary.to_pylist():

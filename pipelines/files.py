@@ -29,6 +29,8 @@ _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirecto
 
 def _may_pass(error: BaseException) -> bool:
     """A busy store or a dropped connection may pass; a missing file or a full disk will not."""
+    if isinstance(error, StorageError):
+        return error.__cause__ is not None and _may_pass(error.__cause__)
     return (
         isinstance(error, OSError)
         and not isinstance(error, _PERMANENT)
@@ -70,6 +72,7 @@ def local_path(path: str) -> str | None:
     return inside if isinstance(fs, LocalFileSystem) else None
 
 
+@retried
 def exists(path: str) -> bool:
     """Whether a file or folder is there now."""
     fs, inside = filesystem(path)
@@ -83,6 +86,7 @@ def _hidden(relative: str) -> bool:
     )
 
 
+@retried
 def list_parquet(path: str, table: str) -> list[str]:
     """The Parquet files a path names: a file, a folder (recursively) or a glob; sorted, listed
     fresh.
@@ -120,6 +124,7 @@ def list_parquet(path: str, table: str) -> list[str]:
     return [str(fs.unstrip_protocol(p)) if "://" in path else str(p) for p in kept]
 
 
+@retried
 def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
     """Size, rows, version and Arrow schema of one Parquet file.
 
@@ -177,6 +182,7 @@ def read_json(path: str) -> Any:
         ) from err
 
 
+@retried
 def write_bytes(path: str, data: bytes) -> None:
     """Write a whole file so that readers see all of it or nothing."""
     with atomic_target(path) as target:
@@ -190,6 +196,7 @@ def write_json(path: str, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
+@retried
 def write_parquet(path: str, table: pa.Table, *, sorted_by: str | None = None) -> int:
     """Write one Parquet file, atomically; returns its size in bytes."""
     row_group = max(1, min(len(table), _rows_per_group(table)))
@@ -261,12 +268,14 @@ def read_parquet(path: str, columns: list[str] | None = None) -> pa.Table:
         raise StorageError("a file cannot be read", got=_first_line(err), where=path) from err
 
 
+@retried
 def remove(path: str) -> None:
     """Remove a file that is there."""
     fs, inside = filesystem(path)
     fs.rm_file(inside)
 
 
+@retried
 def list_names(folder: str) -> list[str]:
     """Names of the files directly in a folder, listed fresh; empty when there is no such folder."""
     fs, inside = filesystem(folder)
@@ -285,6 +294,7 @@ def hash_bytes(*parts: bytes) -> str:
     return str(digest.hexdigest())
 
 
+@retried
 def hash_file(path: str) -> str:
     """xxh3-128 of a file's content, as hex."""
     fs, inside = filesystem(path)

@@ -17,6 +17,7 @@ from engine.projector_spec import read_projector_spec
 from engine.registry import check_backend
 from engine.tokenizer import bind_space, load_tokenizer
 from pipelines import files
+from pipelines.catalog_readers import describe_catalog, list_catalog
 from schemas.errors import ConfigError, EngineError, StorageError, TableError
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
@@ -78,15 +79,25 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
     """Every file of every table, each checked against the table's contract on its own."""
     tables: dict[str, InputTable] = {}
     schemas: dict[str, pa.Schema] = {}
-    users = users_contract(config.prompt.parsed)
-    for name, path in config.inputs.model_dump().items():
-        if path is None or (name == "candidates" and config.task.score is None):
+    paths = config.inputs.model_dump()
+    if config.task.score is None:
+        del paths["candidates"]
+    by_segment = False
+    for name in ("candidates", "users", "catalog", "exclusions"):  # candidates say what users need
+        path = paths.get(name)
+        if path is None:
             continue
+        users = users_contract(config.prompt.parsed, by_segment=by_segment)
         found: list[InputFile] = []
-        for file in files.list_parquet(path, name):
-            described, schema = files.describe_file(file, name)
+        for file in list_catalog(path) if name == "catalog" else files.list_parquet(path, name):
+            if name == "catalog":
+                described, schema = describe_catalog(
+                    file, config.sid.space, lambda: bind_space(config, load_tokenizer(config))
+                )
+            else:
+                described, schema = files.describe_file(file, name)
             if name == "candidates":
-                candidate_shape(schema, file)
+                by_segment = candidate_shape(schema, file) == "segment"
             else:
                 {"users": users, "catalog": CATALOG, "exclusions": EXCLUSIONS}[name].check(
                     schema, file

@@ -20,6 +20,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from engine.tokenizer import bind_space, load_tokenizer
 from pipelines import files
 from pipelines.catalog import is_saved, read_catalog
 from schemas.runs import RunPlan, Shard
@@ -64,7 +65,11 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
     """
     if not is_saved(catalog_dir(plan)):
         paths = [file.path for file in plan.inputs["catalog"].files]
-        read_catalog(paths, plan.config.sid.space).save(catalog_dir(plan))
+        read_catalog(
+            paths,
+            plan.config.sid.space,
+            lambda: bind_space(plan.config, load_tokenizer(plan.config)),
+        ).save(catalog_dir(plan))
     shards = shards_of(plan)
     marker = files.join(plan.run_dir, "shards", "_done")
     if files.exists(marker):
@@ -98,8 +103,8 @@ def _users_columns(plan: RunPlan) -> dict[str, str]:
     """Columns to keep of the users table and what each holds."""
     template = plan.config.prompt.parsed
     kinds = {"user_id": "user", "embedding": "plain", "history": "item", "user_sid": "plain"}
-    contract = users_contract(template)
-    names = [c.name for c in contract.columns if c.name in plan.inputs["users"].columns]
+    contract = users_contract(template, by_segment=_candidate_shape(plan) == "segment")
+    names = [column.name for column in contract.columns]
     return {name: kinds.get(name, "text") for name in names if name != "user_id"}
 
 

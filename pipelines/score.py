@@ -108,7 +108,7 @@ def score_shard(
     )
 
 
-_NOT_A_NUMBER = ("nan_score", "the model gave NaN for this user")
+_NOT_A_NUMBER = ("score_not_finite", "the model gave NaN or -inf for this user")
 
 
 def _quarantine(

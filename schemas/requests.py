@@ -143,6 +143,6 @@ class BatchResult:
     num_users: int
     scored: ItemScores | None
     generated: SidBeams | None
-    failed: NDArray[np.bool_]  # [U] a NaN appeared: nothing of this user may be used
+    failed: NDArray[np.bool_]  # [U] NaN or -inf appeared: nothing of this user may be used
     rows: Ints  # [U] rows forwarded through the model for this user, the prompt's included
     rows_naive: Ints  # [U] rows if every candidate and every beam sent the prompt again

@@ -133,8 +133,8 @@ class TableContract:
         return [column.name for column in self.columns if column.name in schema.names]
 
 
-def users_contract(template: PromptTemplate) -> TableContract:
-    """The users table, as far as this template reads it."""
+def users_contract(template: PromptTemplate, *, by_segment: bool = False) -> TableContract:
+    """The users table, as far as a run reads it: the template, and candidate sets by segment."""
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
         columns.append(Column("embedding", VECTOR))
@@ -147,8 +147,8 @@ def users_contract(template: PromptTemplate) -> TableContract:
         for name in template.columns
         if name not in ("user_id", "embedding", "history", "user_sid")
     ]
-    if "segment" not in template.columns:
-        columns.append(Column("segment", SCALAR, required=False))
+    if by_segment and "segment" not in template.columns:
+        columns.append(Column("segment", SCALAR))
     return TableContract("users", tuple(columns))
 
 

@@ -37,13 +37,28 @@ def test_the_documented_commands_are_all_there():
 def test_a_documented_command_parses(line):
     words = shlex.split(line, comments=True)[1:]
     words = words[: words.index(">")] if ">" in words else words
-    command = COMMAND.commands[words[0]]
-    command.make_context(words[0], words[1:])
+    command = COMMAND
+    while isinstance(command, typer.core.TyperGroup):
+        name, *words = words
+        command = command.commands[name]
+    command.make_context(name, words)
+
+
+def leaves(group: typer.core.TyperGroup, before: str = "") -> dict[str, typer.core.TyperCommand]:
+    """Commands by all their words, `catalog check`."""
+    found = {}
+    for name, command in group.commands.items():
+        if isinstance(command, typer.core.TyperGroup):
+            assert command.help
+            found |= leaves(command, f"{before}{name} ")
+        else:
+            found[before + name] = command
+    return found
 
 
 def test_every_command_is_documented_and_has_help():
     readme = (ROOT / "README.md").read_text()
-    for name, command in COMMAND.commands.items():
+    for name, command in leaves(COMMAND).items():
         assert f"nightshelf {name} " in readme, f"README does not show {name}"
         assert command.help
         for parameter in command.params:

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
+from engine.row_tiles import LEAST_KEYS, TILE, pad_rows, padded
 from engine.torch_backend.context import PrefixKV, TorchContext
 from engine.torch_backend.head import Head
-from engine.torch_backend.model import head_of, load_model, reference_log_probs
+from engine.torch_backend.model import (
+    head_of,
+    load_model,
+    longest_position,
+    reference_log_probs,
+)
 from engine.torch_backend.tree_attention import NodePass, PrefixPass, PromptPass, TreePass
 from schemas.errors import EngineError
 from schemas.requests import Ints
@@ -33,6 +39,7 @@ class TorchBackend:
         self._embed = self._model.get_input_embeddings()
         self._head = Head(head_of(self._model, folder))
         self._prefixes: dict[bytes, PrefixKV] = {}
+        self._independent = dtype == "float32" and device.type == "cpu"
         config = self._model.config.get_text_config()
         weight = self._embed.weight
         assert isinstance(weight, Tensor), "an embedding has a weight"
@@ -41,11 +48,20 @@ class TorchBackend:
             name="torch",
             vocab_size=vocab_size,
             hidden_size=hidden_size,
-            max_positions=int(getattr(config, "max_position_embeddings", 1 << 30)),
+            max_positions=longest_position(config),
             dtype=dtype,
             device=device,
         )
-        self._probe(folder)
+        try:
+            self._probe(folder)
+        except EngineError:
+            raise
+        except Exception as err:  # whatever an unknown architecture trips over
+            raise EngineError(
+                "this architecture is not supported by the torch backend",
+                got=f"{type(err).__name__}: {err}",
+                where=folder,
+            ) from err
 
     @property
     def facts(self) -> BackendFacts:
@@ -57,7 +73,7 @@ class TorchBackend:
         """Forward packed prompts; keep KV per prompt and the hidden state of each prompt end."""
         prefix = self._prefix(prompts.static_prefix)
         lengths = prompts.lengths
-        max_length = int(lengths.max())
+        max_length = padded(int(lengths.max()), LEAST_KEYS)
         owner = np.repeat(np.arange(prompts.num_prompts), lengths)
         position = np.arange(len(prompts.token_ids)) - prompts.offsets[owner]
         context = TorchContext(
@@ -71,7 +87,8 @@ class TorchBackend:
         embedded = self._embed(self._put(prompts.token_ids))
         if prompts.soft_vectors is not None:
             embedded[self._put(prompts.soft_positions)] = prompts.soft_vectors.to(embedded)
-        tree_pass = PromptPass(context, self._put(owner * max_length + position))
+        place = self._put(owner * max_length + position)
+        tree_pass = PromptPass(context, place, len(place), self._independent)
         hidden = self._forward(embedded, self._put(position + prefix.length), tree_pass)
         context.hidden[: prompts.num_prompts] = hidden[self._put(prompts.offsets[1:] - 1)]
         return context
@@ -85,13 +102,9 @@ class TorchBackend:
         parent = nodes.parent - context.num_prompts
         context.parent[first : first + num_nodes] = parent.clamp(min=-1)
         ancestors, is_ancestor = context.ancestors(num_nodes, nodes.max_depth)
-        tree_pass = NodePass(
-            context,
-            nodes.prompt * nodes.num_slots + nodes.slot,
-            nodes.num_slots,
-            ancestors,
-            is_ancestor,
-        )
+        slots = padded(nodes.num_slots, TILE)
+        place = nodes.prompt * slots + nodes.slot
+        tree_pass = NodePass(context, place, slots, ancestors, is_ancestor, num_nodes)
         position = context.lengths[nodes.prompt] + context.prefix.length + nodes.depth - 1
         hidden = self._forward(self._embed(nodes.token), position, tree_pass)
         context.hidden[context.num_rows : context.num_rows + num_nodes] = hidden
@@ -116,12 +129,12 @@ class TorchBackend:
 
     def _forward(self, embedded: Tensor, positions: Tensor, tree_pass: TreePass) -> Tensor:
         out = self._body(
-            inputs_embeds=embedded[None],
-            position_ids=positions[None],
+            inputs_embeds=pad_rows(embedded)[None],
+            position_ids=pad_rows(positions)[None],
             use_cache=False,
             tree_pass=tree_pass,
         )
-        hidden: Tensor = out.last_hidden_state[0]
+        hidden: Tensor = out.last_hidden_state[0, : len(embedded)]
         return hidden
 
     def _prefix(self, tokens: Ints) -> PrefixKV:
@@ -131,7 +144,8 @@ class TorchBackend:
             prefix = PrefixKV()
             if len(tokens):
                 positions = torch.arange(len(tokens), device=self._facts.device)
-                self._forward(self._embed(self._put(tokens)), positions, PrefixPass(prefix))
+                tree_pass = PrefixPass(prefix, len(tokens), self._independent)
+                self._forward(self._embed(self._put(tokens)), positions, tree_pass)
             prefix.length = len(tokens)
             self._prefixes[key] = prefix
         return self._prefixes[key]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine.backend import Norm, Targets, TokenColumns
+from engine.row_tiles import pad_rows
 from engine.score_norms import log_softmax_of_targets, subtract_normaliser
 
 _ROWS, _COLUMNS = 2048, 16384  # of one chunk of logits: at most 128 MiB in float32
@@ -31,9 +32,11 @@ class Head:
 
     def log_probs(self, hidden: Tensor, targets: Targets, norm: Norm) -> Tensor:
         """Log-probabilities `[M]` of targets whose rows index `hidden` `[R, hidden]`."""
+        num_rows = len(hidden)
+        hidden = pad_rows(hidden)
         logits = self._target_logits(hidden, targets)
         if norm.kind == "trie":
-            return log_softmax_of_targets(logits, targets, len(hidden))
+            return log_softmax_of_targets(logits, targets, num_rows)
         if norm.kind == "full_vocab":
             normaliser = self._log_sum(hidden, self._weight, self._bias)
         else:

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
 from engine.torch_backend.tree_attention import ATTENTION_NAME
@@ -46,6 +47,7 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
     quiet.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _refuse_other_models(config, folder)
         _refuse_sliding_window(config, folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -57,6 +59,7 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # we refuse them ourselves, with their names
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as err:
@@ -65,6 +68,14 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
         ) from err
     model: PreTrainedModel
     model, report = loaded
+    for name, found, wanted in sorted(report["mismatched_keys"]):
+        raise EngineError(
+            f"the checkpoint's tensor {name!r} has another size than config.json says",
+            expected=f"{tuple(wanted)}",
+            got=f"{tuple(found)}; {len(report['mismatched_keys'])} such tensors",
+            where=folder,
+            do="Save model and config together, after resizing the embeddings.",
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise EngineError(
@@ -75,6 +86,35 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _refuse_other_models(config: Any, folder: str) -> None:
+    """A classifier's checkpoint loads as a language model too, and would score nonsense."""
+    named = list(config.architectures or [])
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if named and not known & set(named):
+        raise EngineError(
+            "the checkpoint is not a causal language model",
+            expected="architectures in config.json to name one, such as Qwen3ForCausalLM",
+            got=", ".join(named),
+            where=folder,
+        )
+
+
+def longest_position(config: Any) -> int:
+    """Positions up to which the rotary embedding is the same whatever else is in the pass.
+
+    LongRoPE switches its factors by the longest position of a pass: beyond the original length, a
+    row would depend on its neighbours.
+    """
+    longest = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) == "longrope":
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        longest = min(longest, int(original or longest))
+    return longest
 
 
 def _refuse_sliding_window(config: Any, folder: str) -> None:

@@ -89,14 +89,15 @@ def found_sids(beams: Beams, user: int = 0) -> list[int]:
 class OpRecorder(TorchDispatchMode):
     """Counts the operations torch runs and remembers the largest tensor any of them returned.
 
-    With `watch`, also the shapes of the operands that meet that tensor's memory in a matmul.
+    With `watch`, a weight `[columns, width]`, also how many rows meet how many of its columns in
+    each matmul. Rows of zeros are padding and do not count.
     """
 
     def __init__(self, watch: torch.Tensor | None = None) -> None:
         super().__init__()
         self.num_ops = 0
         self.largest = 0
-        self.met: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # (other, watched)
+        self.met: list[tuple[int, int]] = []  # (rows, columns)
         self._watch = None if watch is None else watch.untyped_storage().data_ptr()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -104,13 +105,11 @@ class OpRecorder(TorchDispatchMode):
         self.num_ops += 1
         outs = out if isinstance(out, (tuple, list)) else [out]
         self.largest = max([self.largest, *(o.numel() for o in outs if torch.is_tensor(o))])
-        if self._watch is not None and func.overloadpacket.__name__ in ("mm", "addmm", "linear"):
-            operands = [a for a in args if torch.is_tensor(a) and a.dim() == 2]
-            watched = [a for a in operands if a.untyped_storage().data_ptr() == self._watch]
-            others = [a for a in operands if a.untyped_storage().data_ptr() != self._watch]
-            self.met += [
-                (tuple(o.shape), tuple(w.shape)) for o, w in zip(others, watched, strict=False)
-            ]
+        if func.overloadpacket.__name__ in ("mm", "addmm", "linear", "bmm"):
+            rows, weight = [a for a in args if torch.is_tensor(a) and a.dim() > 1][:2]
+            if weight.untyped_storage().data_ptr() == self._watch:
+                real = int((rows != 0).any(dim=-1).sum())
+                self.met.append((real, weight.numel() // rows.shape[-1]))
         return out
 
 

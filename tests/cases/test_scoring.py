@@ -64,6 +64,12 @@ def test_a_warm_prefix_gives_the_bits_of_a_cold_one(cold, model_folder):
     warm = score(cold, index, other, [EVERY])
     fresh = TorchBackend(model_folder, "float32", CPU)
     np.testing.assert_array_equal(warm, score(fresh, index, other, [EVERY]))
+    for changed in (prefix[::-1], prefix[:-1], []):  # a prefix that only resembles the warm one
+        again = pack([[9, 9, 9, 9]], prefix=changed)
+        fresh = TorchBackend(model_folder, "float32", CPU)
+        got = score(cold, index, again, [EVERY])
+        np.testing.assert_array_equal(got, score(fresh, index, again, [EVERY]))
+        assert np.abs(got - warm).max() > 1e-3
 
 
 def test_a_user_sharing_64_tokens_with_an_earlier_one_scores_as_when_cold(cold, model_folder):

@@ -407,7 +407,7 @@ def test_users_for_whom_the_model_gives_nan_are_quarantined(nightshelf, tmp_path
     summary = nightshelf("run", config, "--output", "json").json
     assert summary["users_quarantined"] == 1
     found = quarantine(tmp_path).filter(pl.col("table") == "users")
-    assert found.select("key", "rule").rows() == [("u009", "nan_score")]
+    assert found.select("key", "rule").rows() == [("u009", "score_not_finite")]
     rows = pl.read_parquet(tmp_path / PARTITION)
     assert not rows["score"].is_nan().any()
     assert "u009" not in rows["user_id"].to_list()

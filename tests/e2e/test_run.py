@@ -108,7 +108,7 @@ def test_shards_workers_and_batches_do_not_change_the_rows(
     assert_frame_equal(published(tmp_path).drop("run_id"), want)
     for settings in (
         ["run.shard_users=1000"],
-        ["engine.max_batch_users=1"],
+        ["engine.max_batch_users=1", f"run.work_dir={tmp_path / 'other'}"],
         ["engine.max_batch_tokens=50", "run.shard_users=13"],
     ):
         args = [a for s in settings for a in ("--set", s)]

@@ -1,7 +1,6 @@
 """`nightshelf catalog`: look a catalog over, and see what its trie is like, before a run.
 
-`check` exits 0 when nothing is wrong and 3 otherwise. jobs/cli.py imports this file, which adds its
-commands to the application there.
+`check` exits 0 when nothing is wrong and 3 otherwise.
 """
 
 from __future__ import annotations
@@ -14,25 +13,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from jobs.cli import (
+from jobs.options import (
     ConfigArg,
     DebugOption,
     DsOption,
     Output,
     OutputOption,
     SetOption,
-    _guard,
-    _percent,
-    _stdout,
-    app,
+    guard,
+    stdout,
 )
-from pipelines.catalog_check import (
-    CatalogFacts,
-    CatalogReport,
-    CatalogStats,
-    catalog_stats,
-    check_catalog,
-)
+from jobs.printing import percent
+from pipelines.catalog_check import CatalogFacts, CatalogReport, check_catalog
+from pipelines.catalog_stats import CatalogStats, catalog_stats
 from schemas.errors import InputError
 from schemas.settings import load_config
 
@@ -55,7 +48,7 @@ def check(
         reports.append(report)
         _print_report(report, output)
 
-    _guard(body, output, debug)
+    guard(body, output, debug)
     if reports[0].problems:
         raise typer.Exit(InputError.exit_code)
 
@@ -73,10 +66,7 @@ def stats(
     def body() -> None:
         _print_stats(catalog_stats(load_config(config, overrides=set_, ds=ds)), output)
 
-    _guard(body, output, debug)
-
-
-app.add_typer(catalog, name="catalog")
+    guard(body, output, debug)
 
 
 def _print_report(report: CatalogReport, output: Output) -> None:
@@ -85,7 +75,7 @@ def _print_report(report: CatalogReport, output: Output) -> None:
         facts["vocabulary"] = asdict(report.vocabulary) if report.vocabulary else None
         typer.echo(json.dumps({"problems": [asdict(p) for p in report.problems], "facts": facts}))
         return
-    console = _stdout()
+    console = stdout()
     _print_problems(report, console)
     table = Table(title="facts", title_justify="left", show_header=False)
     if report.catalog is not None:
@@ -132,14 +122,14 @@ def _print_stats(stats: CatalogStats, output: Output) -> None:
     if output is Output.json:
         typer.echo(json.dumps(asdict(stats)))
         return
-    console = _stdout()
+    console = stdout()
     table = Table(title="catalog", title_justify="left", show_header=False)
     for label, value in (
         ("items", f"{stats.items:,}"),
         ("distinct SIDs", f"{stats.sids:,}"),
         ("shared SIDs", f"{stats.shared_sids:,}, largest of {stats.largest_group:,} items"),
         ("first-level children", f"{stats.first_level_children:,}"),
-        ("forced last token", f"{_percent(stats.forced_last_share)} of SIDs"),
+        ("forced last token", f"{percent(stats.forced_last_share)} of SIDs"),
         ("trie", f"{stats.trie_bytes / 1e6:,.1f} MB"),
     ):
         table.add_row(label, value)
@@ -160,7 +150,7 @@ def _print_levels(stats: CatalogStats, console: Console) -> None:
             f"{level.available:,}",
             f"{level.nodes:,}",
             *("-" if value is None else str(value) for value in children),
-            _percent(level.forced_share),
+            percent(level.forced_share),
         )
     console.print(table)
 

@@ -25,7 +25,8 @@ def test_no_package_shadows_airflow():
 @pytest.mark.parametrize(
     "module",
     ["engine.backend", "engine.registry", "engine.packing", "engine.sid_trie", "engine.token_tree",
-     "engine.tokenizer", "engine.prompts", "engine.projector_spec", "engine.device"],
+     "engine.tokenizer", "engine.prompts", "engine.projector_spec", "engine.device",
+     "engine.checkpoint"],
 )  # fmt: skip
 def test_what_the_driver_reads_of_the_engine_loads_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

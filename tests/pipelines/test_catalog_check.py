@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from engine.checkpoint import vocabulary_sizes
 from engine.sid_trie import build_trie
 from pipelines.catalog import read_catalog
-from pipelines.catalog_check import catalog_stats, check_catalog
+from pipelines.catalog_check import check_catalog
+from pipelines.catalog_stats import catalog_stats
 from schemas.errors import CatalogError, EngineError
 from schemas.settings import RunConfig, load_config
 from tests.factories import random_codes, save_tokenizer, sid_space, tiny_model, write_config
@@ -311,7 +312,10 @@ def test_check_exits_0_or_3_and_ends_with_json(nightshelf, tmp_path):
     assert by_rule["code_out_of_range"]["count"] == 2
 
 
-def test_check_shows_the_model_s_sizes_and_what_is_shared(nightshelf, tmp_path, model_folder):
+def test_check_shows_the_model_s_sizes_and_what_is_shared(
+    nightshelf, tmp_path, model_folder, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "110")
     table = {"item_id": [f"i{n}" for n in range(9)], "sid": [[0, 0, 0]] * 9}
     with_model(tmp_path, model_folder)
     pq.write_table(pa.table(table), tmp_path / "catalog.parquet")

@@ -1,0 +1,74 @@
+"""What the commands share: their arguments, their consoles, and how an error ends one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from schemas.errors import NightshelfError
+
+
+class Output(StrEnum):
+    """Form of the result on stdout."""
+
+    text = "text"
+    json = "json"
+
+
+ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+DsOption = Annotated[
+    str | None,
+    typer.Option("--ds", metavar="YYYY-MM-DD", help="Partition date; wins over the file."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override one setting; may be repeated."),
+]
+OutputOption = Annotated[
+    Output, typer.Option("--output", help="text for people, json for machines.")
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")]
+
+
+def stderr() -> Console:
+    """Where progress goes."""
+    return Console(stderr=True)
+
+
+def stdout() -> Console:
+    """Where results for people go."""
+    # A table that is piped keeps its width; a terminal decides for itself.
+    return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", 110)))
+
+
+def guard(body: Callable[[], None], output: Output, debug: bool) -> None:
+    """Run a command; turn what goes wrong into a message and an exit code."""
+    try:
+        body()
+    except NightshelfError as err:
+        if debug:
+            traceback.print_exc()
+        _leave(output, str(err), err.exit_code, err.as_json())
+    except KeyboardInterrupt:
+        message = "interrupted; run the same command again to continue"
+        _leave(output, message, 130, {"kind": "interrupted", "exit_code": 130, "message": message})
+    except Exception as err:
+        if debug:
+            traceback.print_exc()
+        message = f"unexpected {type(err).__name__}: {err}. Run with --debug for the stack trace"
+        _leave(output, message, 1, {"kind": "unexpected", "exit_code": 1, "message": message})
+
+
+def _leave(output: Output, message: str, code: int, error: dict[str, Any]) -> NoReturn:
+    typer.echo(f"nightshelf: {message}", err=True)
+    if output is Output.json:
+        typer.echo(json.dumps({"status": "failed", "error": error}))
+    raise typer.Exit(code)

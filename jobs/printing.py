@@ -1,0 +1,160 @@
+"""Results for people and for machines: a table, or one JSON line."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+from rich.table import Table
+
+from jobs.inspect import RunStatus, UserView
+from jobs.options import Output, stdout
+from pipelines.prepare import shards_of
+from pipelines.run_shard import load_receipt
+from schemas.runs import RunManifest, RunPlan
+from schemas.settings import RunConfig
+
+
+def print_summary(manifest: RunManifest, output: Output) -> None:
+    """The summary of a run."""
+    summary = manifest.summary()
+    if output is Output.json:
+        typer.echo(json.dumps(summary))
+        return
+    console = stdout()
+    table = Table(title=f"run {summary['run_id']}", title_justify="left", show_header=False)
+    for label, value in (
+        ("status", summary["status"]),
+        ("users in", f"{summary['users_in']:,}"),
+        ("  recommended", f"{summary['users_recommended']:,}"),
+        ("  quarantined", f"{summary['users_quarantined']:,}"),
+        ("  nothing eligible", f"{summary['users_without_eligible']:,}"),
+        ("rows published", f"{summary['rows_published']:,}"),
+        ("exact lists", percent(summary["exact_share"])),
+        (
+            "rows forwarded",
+            f"{summary['rows_forwarded']:,} (one by one: {summary['rows_naive']:,})",
+        ),
+        ("time", f"{summary['seconds']:.1f} s, {summary['users_per_s']:,.0f} users/s"),
+        ("table", summary["published"]),
+        ("run folder", summary["run_dir"]),
+    ):
+        table.add_row(label, str(value))
+    console.print(table)
+
+
+def percent(share: float | None) -> str:
+    """A share in percent, or a dash."""
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def print_plan(plan: RunPlan, output: Output) -> None:
+    """What a run would do."""
+    done = sum(load_receipt(plan, shard) is not None for shard in shards_of(plan))
+    if output is Output.json:
+        inputs = {
+            name: {"files": len(t.files), "rows": t.rows, "bytes": sum(f.bytes for f in t.files)}
+            for name, t in plan.inputs.items()
+        }
+        found = {
+            "run_id": plan.run_id,
+            "status": "planned",
+            "ds": plan.ds,
+            "surface": plan.surface,
+            "shards": plan.num_shards,
+            "shards_done": done,
+            "inputs": inputs,
+            "hashes": plan.hashes,
+            "run_dir": plan.run_dir,
+        }
+        typer.echo(json.dumps(found))
+        return
+    table = Table(title=f"plan of run {plan.run_id}", title_justify="left")
+    for column, justify in (
+        ("table", "left"),
+        ("files", "right"),
+        ("rows", "right"),
+        ("MB", "right"),
+    ):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for name, found_table in plan.inputs.items():
+        size = sum(file.bytes for file in found_table.files) / 1e6
+        table.add_row(name, f"{len(found_table.files)}", f"{found_table.rows:,}", f"{size:.1f}")
+    console = stdout()
+    console.print(table)
+    console.print(
+        f"{plan.num_shards} shards, {done} of them done; publishes to {plan.config.output.path}",
+        highlight=False,
+    )
+
+
+def print_runs(runs: list[RunStatus], output: Output) -> None:
+    """How far runs are."""
+    if output is Output.json:
+        found = [
+            {
+                "run_id": r.run_id,
+                "status": r.status,
+                "ds": r.ds,
+                "surface": r.surface,
+                "shards_done": r.shards_done,
+                "shards": r.shards,
+                "run_dir": r.run_dir,
+                **r.counts.model_dump(),
+            }
+            for r in runs
+        ]
+        typer.echo(json.dumps({"runs": found}))
+        return
+    if not runs:
+        typer.echo("no runs yet")
+        return
+    table = Table()
+    for column in ("run", "status", "shards", "recommended", "quarantined", "rows", "seconds"):
+        table.add_column(column, justify="left" if column in ("run", "status") else "right")
+    for r in runs:
+        c = r.counts
+        table.add_row(
+            r.run_id,
+            r.status,
+            f"{r.shards_done}/{r.shards}",
+            f"{c.users_recommended:,}",
+            f"{c.users_quarantined:,}",
+            f"{c.rows_staged:,}",
+            "-" if r.seconds is None else f"{r.seconds:.1f}",
+        )
+    stdout().print(table)
+
+
+def print_user(view: UserView, config: RunConfig, output: Output) -> None:
+    """One user's recommendations."""
+    if output is Output.json:
+        found = {
+            "user": view.user,
+            "ds": config.ds,
+            "surface": config.surface,
+            "run_id": view.run_id,
+            "exact": view.exact,
+            "why_not": view.why_not,
+            "items": view.rows,
+        }
+        typer.echo(json.dumps(found))
+        return
+    if view.why_not is not None:
+        typer.echo(f"user {view.user} has no recommendations: {view.why_not}")
+        return
+    exact = "proven exact" if view.exact else "not proven exact"
+    table = Table(
+        title=f"user {view.user} · {config.surface} · {config.ds} · {exact}", title_justify="left"
+    )
+    for column in ("rank", "item", "title", "score", "source"):
+        table.add_column(column, justify="right" if column in ("rank", "score") else "left")
+    for row in view.rows:
+        table.add_row(
+            str(row["rank"]),
+            str(row["item_id"]),
+            row["title"],
+            f"{row['score']:.3f}",
+            row["source"],
+        )
+    stdout().print(table)

@@ -19,7 +19,7 @@ results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,6 +40,18 @@ class Beams:
     legal_mass: Tensor  # [B]; NaN unless the norm is full_vocab
     failed: Tensor  # [B] bool: a NaN appeared
     rows: int  # nodes forwarded per prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentMask:
+    """Which trie nodes each segment of prompts may enter (engine/exclusions.py, `EligibleTrie`)."""
+
+    alive: Tensor  # [segments, V] bool
+    of_prompt: Tensor  # [prompts of the context] int64
+
+    def __call__(self, prompt: Tensor, node: Tensor) -> Tensor:
+        """Whether a prompt may enter a node; elementwise."""
+        return self.alive[self.of_prompt[prompt], node]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,7 @@ def beam_search(
     widths: tuple[int, ...],
     k: int,
     dead: Tensor | None = None,
+    segments: SegmentMask | None = None,
 ) -> Beams:
     """The best k SIDs of each of `prompts` `[B]` (rows of the context).
 
@@ -78,6 +91,7 @@ def beam_search(
         widths: beams kept after each level but the last; at the last level the best k are kept.
         dead: sorted keys of the prefixes each prompt must not enter (engine/exclusions.py), where
             `user` is the prompt's row in the context.
+        segments: the prefixes that whole segments of prompts may enter.
     """
     trie = index.trie
     num_prompts = len(prompts)
@@ -89,7 +103,9 @@ def beam_search(
     legal_mass = torch.full((num_prompts,), torch.nan, device=index.device)
     rows = 0
     for depth in range(trie.depth):
-        children, log_probs = _expand(backend, context, index, front, prompts, depth, dead)
+        children, log_probs = _expand(backend, context, index, front, depth)
+        if dead is not None or segments is not None:
+            children = _without_dead(index, children, prompts, dead, segments)
         failed = failed | (log_probs.isnan() & children.real_BM).any(dim=1)
         if depth == 0 and index.norms[0].kind == "full_vocab":
             legal_mass = torch.where(children.real_BM, log_probs.exp(), 0.0).sum(dim=1)
@@ -132,9 +148,7 @@ def _expand(
     context: Context,
     index: DeviceTrie,
     front: _Front,
-    prompts: Tensor,
     depth: int,
-    dead: Tensor | None,
 ) -> tuple[_Children, Tensor]:
     """All children of the front in M slots, scored; and their log-probabilities `[B, M]`."""
     num_prompts, width = front.node_BW.shape
@@ -160,11 +174,26 @@ def _expand(
     ).view(num_prompts, slots)
 
     score_BM = front.score_BW.gather(1, beam_BM) + log_probs
-    usable = real_BM & ~score_BM.isnan()
-    if dead is not None and len(dead):
-        usable = usable & ~index.is_dead(prompts[:, None].expand_as(node_BM), node_BM, dead)
-    score_BM = torch.where(usable, score_BM, -torch.inf)
+    score_BM = torch.where(real_BM & ~score_BM.isnan(), score_BM, -torch.inf)
     return _Children(node_BM, beam_BM, real_BM, score_BM), log_probs
+
+
+def _without_dead(
+    index: DeviceTrie,
+    children: _Children,
+    prompts: Tensor,
+    dead: Tensor | None,
+    segments: SegmentMask | None,
+) -> _Children:
+    """The children that have an item left for their prompt keep their score."""
+    prompt_BM = prompts[:, None].expand_as(children.node_BM)
+    score_BM = children.score_BM
+    if segments is not None:
+        score_BM = torch.where(segments(prompt_BM, children.node_BM), score_BM, -torch.inf)
+    if dead is not None and len(dead):
+        gone = index.is_dead(prompt_BM, children.node_BM, dead)
+        score_BM = torch.where(gone, -torch.inf, score_BM)
+    return replace(children, score_BM=score_BM)
 
 
 def _select(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.backend import Backend, Context
-from engine.beam_search import Beams, beam_search, rows_per_prompt
+from engine.beam_search import Beams, SegmentMask, beam_search, rows_per_prompt
 from engine.device_trie import to_device
-from engine.exclusions import dead_nodes
+from engine.exclusions import EligibleTrie, dead_nodes
 from engine.item_scoring import score_items
 from engine.packing import PackingBudget, pack_users
 from engine.prompts import PromptBuilder, PromptSet
@@ -29,6 +29,7 @@ from engine.user_projector import UserProjector, load_projector
 from schemas.errors import EngineError
 from schemas.requests import (
     BatchResult,
+    Eligibility,
     Ints,
     ItemScores,
     Ragged,
@@ -91,6 +92,7 @@ class Engine:
         num_soft = self._projector.spec.num_tokens if self._projector else 1
         self._prompts = PromptBuilder(config.prompt, tokenizer, space, trie, num_soft)
         self._index = to_device(trie, space, config.task.score_norm, facts.device)
+        self._segments: tuple[EligibleTrie, Tensor] | None = None
         self._widths: tuple[int, ...] = ()
         if config.task.generate is not None:
             self._widths = config.task.generate.widths(trie.depth)
@@ -159,6 +161,19 @@ class Engine:
         """Free the device."""
         self._backend.close()
 
+    def _eligible(
+        self, eligibility: Eligibility | None
+    ) -> tuple[EligibleTrie | None, SegmentMask | None]:
+        """The trie as the batch's segments see it; propagated once for all packs of a shard."""
+        if eligibility is None:
+            return None, None
+        device = self._index.device
+        if self._segments is None or self._segments[0].eligible is not eligibility.eligible:
+            trie = EligibleTrie(self._trie, eligibility.eligible)
+            self._segments = (trie, torch.from_numpy(trie.alive).to(device))
+        trie, alive = self._segments
+        return trie, SegmentMask(alive, torch.from_numpy(eligibility.segment).to(device))
+
     def _load_projector(self) -> UserProjector | None:
         folder = self._config.engine.projector
         if folder is None or not self._config.prompt.parsed.uses("user_vector"):
@@ -185,16 +200,25 @@ class Engine:
     ) -> tuple[SidBeams, np.ndarray, Ints]:
         """Beams of all users; with `exact`, again and wider for those not certified."""
         device = self._index.device
+        eligible, segments = self._eligible(users.eligibility)
         dead = None
         if users.excluded is not None and len(users.excluded.values):
-            dead = torch.from_numpy(dead_nodes(self._trie, users.excluded)).to(device)
+            keys = dead_nodes(self._trie, users.excluded, users.eligibility, eligible)
+            dead = torch.from_numpy(keys).to(device)
         everyone = np.arange(users.num_users, dtype=np.int64)
 
         def search(rows: Ints, widths: tuple[int, ...]) -> Beams:
             prompts = torch.from_numpy(rows).to(device)
             k = min(self._config.task.k, self._trie.num_sids)
             return beam_search(
-                self._backend, context, self._index, prompts=prompts, widths=widths, k=k, dead=dead
+                self._backend,
+                context,
+                self._index,
+                prompts=prompts,
+                widths=widths,
+                k=k,
+                dead=dead,
+                segments=segments,
             )
 
         widths = self._widths

@@ -5,12 +5,16 @@ The staged files are read back from disk, so that what is checked is what would 
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
+import pyarrow.compute as pc
 
 from pipelines import files
-from pipelines.catalog import open_catalog
+from pipelines.catalog import Catalog, open_catalog
+from pipelines.eligibility import eligible_items
 from pipelines.prepare import catalog_dir, shards_of
-from schemas.runs import AuditReport, Counts, GateResult, RunPlan, ShardReceipt
+from pipelines.read import eligibility_columns
+from schemas.runs import AuditReport, Counts, GateResult, RunPlan, Shard, ShardReceipt
 
 
 def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
@@ -79,9 +83,16 @@ def _row_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateResult]:
     catalog = open_catalog(catalog_dir(plan))
     items = pl.Series("item_id", pl.from_arrow(catalog.item_ids))
     shards = shards_of(plan)
-    bad = dict.fromkeys(
-        ("duplicates", "ranks", "scores", "catalog_validity", "excluded_items", "rows"), 0
-    )
+    details = {
+        "duplicates": "a user has an item more than once",
+        "ranks": "ranks are not 1, 2, 3, … per user",
+        "scores": "a score is NaN, infinite, above 0, or above the one before it",
+        "catalog_validity": "an item is not in the catalog",
+        "excluded_items": "a user got an item that is excluded for it",
+        "ineligible_items": "a user got an item that task.eligibility does not allow it",
+        "rows": "rows differ from the receipts",
+    }
+    bad = dict.fromkeys(details, 0)
     for receipt in receipts:
         staged = receipt.files["recommendations"]
         rows = pl.read_parquet(files.join(plan.run_dir, staged.path))
@@ -100,13 +111,19 @@ def _row_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateResult]:
             | (pl.col("score") > above).fill_null(value=False)
         ).height
         bad["catalog_validity"] += rows.filter(~pl.col("item_id").is_in(items.implode())).height
+        bad["ineligible_items"] += _ineligible(plan, shards[receipt.shard], rows, catalog)
         bad["excluded_items"] += rows.join(excluded, on=["user_id", "item_id"], how="semi").height
-    details = {
-        "duplicates": "a user has an item more than once",
-        "ranks": "ranks are not 1, 2, 3, … per user",
-        "scores": "a score is NaN, infinite, above 0, or above the one before it",
-        "catalog_validity": "an item is not in the catalog",
-        "excluded_items": "a user got an item that is excluded for it",
-        "rows": "rows differ from the receipts",
-    }
     return [_gate(name, count, details[name]) for name, count in bad.items()]
+
+
+def _ineligible(plan: RunPlan, shard: Shard, rows: pl.DataFrame, catalog: Catalog) -> int:
+    """Rows whose item the user's segment may not get."""
+    rule = plan.config.task.eligible
+    if rule is None or rows.is_empty():
+        return 0
+    users = files.read_parquet(shard.path)
+    at = pc.index_in(rows["user_id"].to_arrow().cast(users["user_id"].type), users["user_id"])
+    item = catalog.positions(rows["item_id"].to_arrow().cast(catalog.item_ids.type))
+    allowed = eligible_items(rule, eligibility_columns(rule, users.take(at)), catalog.table)
+    known = np.flatnonzero(item >= 0)
+    return int((~allowed.of(known, item[known])).sum())

@@ -17,7 +17,7 @@ from pipelines.catalog_readers import Bind, read_file
 from schemas.errors import CatalogError, TableError, quoted
 from schemas.requests import Ints
 from schemas.semantic_ids import CODE_FIELD, SidSpace
-from schemas.tables import CATALOG, ID_TYPES, id_type
+from schemas.tables import CATALOG, ID_TYPES, TableContract, catalog_contract, id_type
 
 _EXTRA = ("popularity", "title", "text")
 
@@ -78,13 +78,19 @@ def is_saved(folder: str) -> bool:
     return (Path(folder) / "_done").exists()
 
 
-def read_catalog(paths: list[str], space: SidSpace, bind: Bind | None = None) -> Catalog:
+def read_catalog(
+    paths: list[str],
+    space: SidSpace,
+    bind: Bind | None = None,
+    attributes: tuple[str, ...] = (),
+) -> Catalog:
     """Read catalog files of any layout, check every item, and build the trie.
 
     Args:
         paths: files that `list_catalog` named.
         space: the SID space.
         bind: gives the token id of every code; needed for files that hold token ids.
+        attributes: columns to keep besides those of the contract.
 
     Raises:
         TableError: a file breaks the contract.
@@ -93,8 +99,9 @@ def read_catalog(paths: list[str], space: SidSpace, bind: Bind | None = None) ->
     tables = []
     for path in paths:
         table = read_file(path, space, bind)
-        CATALOG.check(table.schema, path)
-        tables.append(plain_table(table))
+        contract = catalog_contract(attributes)
+        contract.check(table.schema, path)
+        tables.append(plain_table(table, contract))
     same_columns(tables, paths)
     table = pa.concat_tables(tables)
     if len(table) == 0:
@@ -121,14 +128,15 @@ def read_catalog(paths: list[str], space: SidSpace, bind: Bind | None = None) ->
                 where=paths[0],
             )
     codes = read_codes(table.column("sid").combine_chunks(), ids, space)
-    keep = ["item_id", "catalog_row", *(name for name in _EXTRA if name in table.column_names)]
+    extra = dict.fromkeys((*_EXTRA, *attributes))
+    keep = ["item_id", "catalog_row", *(name for name in extra if name in table.column_names)]
     return Catalog(table.select(keep), build_trie(codes))
 
 
-def plain_table(table: pa.Table) -> pa.Table:
+def plain_table(table: pa.Table, contract: TableContract = CATALOG) -> pa.Table:
     """The contract's columns, dictionaries unpacked, ids in their one type."""
     columns = {}
-    for name in CATALOG.present(table.schema):
+    for name in contract.present(table.schema):
         column = table.column(name)
         if pa.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)

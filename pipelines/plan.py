@@ -18,10 +18,12 @@ from engine.registry import check_backend
 from engine.tokenizer import bind_space, load_tokenizer
 from pipelines import files
 from pipelines.catalog_readers import describe_catalog, list_catalog
+from pipelines.eligibility import check_types
+from schemas.eligibility import attributes, user_columns
 from schemas.errors import ConfigError, EngineError, StorageError, TableError
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
-from schemas.tables import CATALOG, EXCLUSIONS, candidate_shape, id_type, users_contract
+from schemas.tables import EXCLUSIONS, candidate_shape, catalog_contract, id_type, users_contract
 
 _LAUNCH_ONLY = ("workers", "max_attempts", "shard_timeout_s", "start_timeout_s")
 _BATCH_ONLY = ("max_batch_tokens", "max_batch_users")
@@ -49,6 +51,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     user_id = id_type(schemas["users"].field("user_id").type)
     item_id = id_type(schemas["catalog"].field("item_id").type)
     _check_id_types(schemas, inputs, user_id, item_id)
+    if config.task.eligible is not None:
+        check_types(config.task.eligible, schemas["users"], schemas["catalog"])
     bind_space(config, load_tokenizer(config))
     _check_writable(config)
 
@@ -82,12 +86,20 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
     paths = config.inputs.model_dump()
     if config.task.score is None:
         del paths["candidates"]
+    rule = config.task.eligible
+    wanted_of_users = user_columns(rule) if rule else ()
     by_segment = False
     for name in ("candidates", "users", "catalog", "exclusions"):  # candidates say what users need
         path = paths.get(name)
         if path is None:
             continue
-        users = users_contract(config.prompt.parsed, by_segment=by_segment)
+        contracts = {
+            "users": users_contract(
+                config.prompt.parsed, by_segment=by_segment, eligibility=wanted_of_users
+            ),
+            "catalog": catalog_contract(attributes(rule) if rule else ()),
+            "exclusions": EXCLUSIONS,
+        }
         found: list[InputFile] = []
         for file in list_catalog(path) if name == "catalog" else files.list_parquet(path, name):
             if name == "catalog":
@@ -99,9 +111,7 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
             if name == "candidates":
                 by_segment = candidate_shape(schema, file) == "segment"
             else:
-                {"users": users, "catalog": CATALOG, "exclusions": EXCLUSIONS}[name].check(
-                    schema, file
-                )
+                contracts[name].check(schema, file)
             _check_same(schemas.setdefault(name, schema), schema, name, file)
             found.append(described)
         columns = {field.name: str(field.type) for field in schemas[name]}

@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from engine.tokenizer import bind_space, load_tokenizer
 from pipelines import files
 from pipelines.catalog import is_saved, read_catalog
+from schemas.eligibility import attributes, user_columns
 from schemas.runs import RunPlan, Shard
 from schemas.tables import ID_TYPES, CandidateShape, candidate_shape, users_contract
 
 SHARD_SEED = 42
+ELIGIBILITY = "eligibility."  # prefix of shard columns that the eligibility reads
 _ROW, _SHARD, _FILE = "__row", "__shard", "__file"
 
 
@@ -65,10 +67,12 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
     """
     if not is_saved(catalog_dir(plan)):
         paths = [file.path for file in plan.inputs["catalog"].files]
+        rule = plan.config.task.eligible
         read_catalog(
             paths,
             plan.config.sid.space,
             lambda: bind_space(plan.config, load_tokenizer(plan.config)),
+            attributes(rule) if rule else (),
         ).save(catalog_dir(plan))
     shards = shards_of(plan)
     marker = files.join(plan.run_dir, "shards", "_done")
@@ -105,7 +109,11 @@ def _users_columns(plan: RunPlan) -> dict[str, str]:
     kinds = {"user_id": "user", "embedding": "plain", "history": "item", "user_sid": "plain"}
     contract = users_contract(template, by_segment=_candidate_shape(plan) == "segment")
     names = [column.name for column in contract.columns]
-    return {name: kinds.get(name, "text") for name in names if name != "user_id"}
+    out = {name: kinds.get(name, "text") for name in names if name != "user_id"}
+    rule = plan.config.task.eligible
+    if rule is not None:  # beside a text copy the prompt may want: these keep their type
+        out |= {ELIGIBILITY + name: "as it is" for name in user_columns(rule)}
+    return out
 
 
 def _id_dtype(kind: str) -> pl.DataType:
@@ -123,7 +131,10 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         frame = pl.scan_parquet(file.path, glob=False, hive_partitioning=False)
         schema = frame.collect_schema()
         chosen = [pl.col("user_id").cast(_id_dtype(plan.user_id_type))]
-        chosen += [_column(n, kind, schema[n], plan.item_id_type) for n, kind in columns.items()]
+        chosen += [
+            _column(n, kind, schema[n.removeprefix(ELIGIBILITY)], plan.item_id_type)
+            for n, kind in columns.items()
+        ]
         frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
     num_shards = plan.num_shards
 
@@ -135,17 +146,22 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         .cast(pl.String)
         .map_batches(assign, return_dtype=pl.Int32, is_elementwise=True)
     )
-    frame = pl.concat(frames, how="vertical").with_row_index(_ROW).with_columns(shard.alias(_SHARD))
+    frame = (
+        pl.concat(frames, how="vertical_relaxed")
+        .with_row_index(_ROW)
+        .with_columns(shard.alias(_SHARD))
+    )
     target = pl.PartitionBy(str(spill / name), key=_SHARD, include_key=False)
     frame.sink_parquet(target, mkdir=True, compression="lz4", engine="streaming")
 
 
 def _column(name: str, kind: str, found: pl.DataType, item_id_type: str) -> pl.Expr:
     """One input column in the type its shard column has."""
-    column = pl.col(name)
+    column = pl.col(name.removeprefix(ELIGIBILITY))
     if isinstance(found, pl.Array):
         column = column.arr.to_list()
-    return column.cast(_shard_dtype(name, kind, found, _id_dtype(item_id_type)))
+    dtype = _shard_dtype(name, kind, found, _id_dtype(item_id_type))
+    return column.cast(dtype).alias(name)
 
 
 def _spilled(spill: Path, name: str, shard: Shard) -> pl.DataFrame | None:
@@ -205,6 +221,10 @@ def _shard_dtype(name: str, kind: str, found: pl.DataType, item: pl.DataType) ->
         return pl.List(item) if isinstance(found, (pl.List, pl.Array)) else item
     if kind == "text":
         return pl.String()
+    if kind == "as it is":
+        if isinstance(found, (pl.Array, pl.List)):
+            return pl.List(pl.String() if isinstance(found.inner, pl.Categorical) else found.inner)
+        return pl.String() if isinstance(found, pl.Categorical) else found
     return pl.List(pl.Int64() if name == "user_sid" else pl.Float32())
 
 

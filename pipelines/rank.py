@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.catalog import Catalog
-from schemas.requests import BatchResult, Ints, Ragged
+from schemas.requests import BatchResult, Eligibility, Ints, Ragged
 from schemas.settings import CollisionPolicy
 
 SOURCES = np.asarray(["score", "generate"])
@@ -40,6 +40,7 @@ def rank_batch(
     *,
     k: int,
     collisions: CollisionPolicy,
+    eligibility: Eligibility | None = None,
 ) -> Ranked:
     """Each user's top k.
 
@@ -47,7 +48,7 @@ def rank_batch(
     items is exact when its k-th score beats every prefix the beam search dropped, or when it
     dropped none.
     """
-    user, item, score, source = _collect(result, catalog, excluded)
+    user, item, score, source = _collect(result, catalog, excluded, eligibility)
     kept = ~result.failed[user]
     user, item, score, source = user[kept], item[kept], score[kept], source[kept]
     user, item, score, source = _one_source(user, item, score, source, len(catalog.table))
@@ -75,7 +76,7 @@ def rank_batch(
 
 
 def _collect(
-    result: BatchResult, catalog: Catalog, excluded: Ragged
+    result: BatchResult, catalog: Catalog, excluded: Ragged, eligibility: Eligibility | None
 ) -> tuple[Ints, Ints, NDArray[np.float32], Ints]:
     """Scored candidates, and the eligible items of generated SIDs, end to end."""
     users, items, scores, sources = [], [], [], []
@@ -92,6 +93,8 @@ def _collect(
         item = trie.items[offset + np.arange(len(user))].astype(np.int64)
         size = trie.num_items
         allowed = ~np.isin(user * size + item, excluded.row_ids * size + excluded.values)
+        if eligibility is not None:
+            allowed &= eligibility.of(user, item)
         users.append(user[allowed])
         items.append(item[allowed])
         scores.append(np.repeat(beams.score, members)[allowed])

@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 
 from pipelines import files
 from pipelines.catalog import Catalog
-from pipelines.prepare import candidate_sets_path
-from schemas.requests import Ints, Ragged, UserBatch
+from pipelines.eligibility import eligible_items
+from pipelines.prepare import ELIGIBILITY, candidate_sets_path
+from schemas.eligibility import Expression, user_columns
+from schemas.requests import Eligibility, Ints, Ragged, UserBatch
 from schemas.runs import Counts, RunPlan, Shard
 
 _PAYLOAD_VALUES = 16
@@ -111,6 +113,13 @@ class _Check:
                     "null_slot",
                     _mask(self._table.column(name).is_null()),
                     f"column {name!r} is null and prompt.null_text is not set",
+                )
+        for name in self._table.column_names:
+            if name.startswith(ELIGIBILITY):
+                self._reject(
+                    "null_slot",
+                    _mask(self._table.column(name).is_null()),
+                    f"column {name.removeprefix(ELIGIBILITY)!r} is null; task.eligibility needs it",
                 )
         if vector_rows is not None and values is not None:
             self.vectors = np.ascontiguousarray(values[self.ok[vector_rows]], dtype=np.float32)
@@ -240,12 +249,13 @@ def _to_batch(
         user_sids = _ragged(table.column("user_sid").combine_chunks())
     excluded, _ = _positions(table.column("excluded").combine_chunks(), catalog)
     excluded = excluded.keep(excluded.values >= 0)
+    eligibility = _eligibility(plan, table, catalog)
     candidates: Ragged | None = None
     quarantined: list[QuarantinedRow] = []
     if plan.config.task.score is not None:
         found, ids, added = _candidates(plan, table, catalog)
         candidates, quarantined, item_counts = _clean_candidates(
-            found, ids, excluded, table, catalog
+            found, ids, excluded, eligibility, table, catalog
         )
         counts = counts + item_counts + added
     texts = {
@@ -259,8 +269,22 @@ def _to_batch(
         texts=texts,
         candidates=candidates,
         excluded=excluded,
+        eligibility=eligibility,
     )
     return users, quarantined, counts
+
+
+def _eligibility(plan: RunPlan, table: pa.Table, catalog: Catalog) -> Eligibility | None:
+    rule = plan.config.task.eligible
+    if rule is None:
+        return None
+    return eligible_items(rule, eligibility_columns(rule, table), catalog.table)
+
+
+def eligibility_columns(rule: Expression, shard: pa.Table) -> pa.Table:
+    """The users columns that the eligibility reads, under their own names."""
+    columns = {name: shard.column(ELIGIBILITY + name) for name in user_columns(rule)}
+    return pa.table(columns) if columns else shard.select(["user_id"])
 
 
 def _texts(column: pa.ChunkedArray, null_text: str | None) -> list[str]:
@@ -302,7 +326,12 @@ def _candidates(
 
 
 def _clean_candidates(
-    found: Ragged, ids: pa.Array, excluded: Ragged, table: pa.Table, catalog: Catalog
+    found: Ragged,
+    ids: pa.Array,
+    excluded: Ragged,
+    eligibility: Eligibility | None,
+    table: pa.Table,
+    catalog: Catalog,
 ) -> tuple[Ragged, list[QuarantinedRow], Counts]:
     user = found.row_ids
     known = found.values >= 0
@@ -327,10 +356,15 @@ def _clean_candidates(
     first[known_at[first_at]] = True
     forbidden = np.isin(key, excluded.row_ids * size + excluded.values) & first
     kept = first & ~forbidden
+    ineligible = np.zeros(len(kept), dtype=bool)
+    if eligibility is not None:
+        ineligible[kept] = ~eligibility.of(user[kept], found.values[kept])
+        kept &= ~ineligible
     counts = Counts(
         candidates_unknown=len(unknown_at),
         candidates_duplicate=int((known & ~first).sum()),
         candidates_excluded=int(forbidden.sum()),
+        candidates_ineligible=int(ineligible.sum()),
         candidates_scored=int(kept.sum()),
     )
     return found.keep(kept), quarantined, counts

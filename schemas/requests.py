@@ -77,6 +77,23 @@ class Ragged:
         return Ragged.from_lengths(lengths, self.values[mask])
 
 
+@dataclass(frozen=True, slots=True)
+class Eligibility:
+    """Items that each segment of users may get; users point at their segment."""
+
+    segment: Ints  # [U]
+    eligible: NDArray[np.bool_]  # [segments, N]
+
+    def take(self, rows: Ints) -> Eligibility:
+        """The users at `rows`; the masks are shared, not copied."""
+        return Eligibility(self.segment[rows], self.eligible)
+
+    def of(self, user: Ints, item: Ints) -> NDArray[np.bool_]:
+        """Whether each user may get each item; elementwise."""
+        allowed: NDArray[np.bool_] = self.eligible[self.segment[user], item]
+        return allowed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserBatch:
     """Users as the engine sees them: valid, joined, and by catalog position."""
@@ -88,6 +105,7 @@ class UserBatch:
     texts: Mapping[str, list[str]] = field(default_factory=dict)  # column -> [U]
     candidates: Ragged | None = None  # items to score, each once per user, none excluded
     excluded: Ragged | None = None  # items never to return
+    eligibility: Eligibility | None = None  # None: everything is eligible
 
     def take(self, rows: Ints) -> UserBatch:
         """The users at `rows`, in that order."""
@@ -103,6 +121,7 @@ class UserBatch:
             texts={name: [values[r] for r in rows] for name, values in self.texts.items()},
             candidates=ragged(self.candidates),
             excluded=ragged(self.excluded),
+            eligibility=self.eligibility.take(rows) if self.eligibility else None,
         )
 
 

@@ -75,6 +75,7 @@ class Counts(_Record):
     candidates_scored: int = 0
     candidates_unknown: int = 0
     candidates_excluded: int = 0
+    candidates_ineligible: int = 0
     candidates_duplicate: int = 0
     candidates_unused: int = 0  # of users that were quarantined, or that are not in the users table
     rows_staged: int = 0
@@ -105,6 +106,7 @@ class Counts(_Record):
             self.candidates_scored
             + self.candidates_unknown
             + self.candidates_excluded
+            + self.candidates_ineligible
             + self.candidates_duplicate
             + self.candidates_unused
         )
@@ -117,7 +119,8 @@ class Counts(_Record):
         if candidates != self.candidates_in:
             problems.append(
                 f"candidates in {self.candidates_in} != scored {self.candidates_scored} + unknown "
-                f"{self.candidates_unknown} + excluded {self.candidates_excluded} + duplicate "
+                f"{self.candidates_unknown} + excluded {self.candidates_excluded} + ineligible "
+                f"{self.candidates_ineligible} + duplicate "
                 f"{self.candidates_duplicate} + unused {self.candidates_unused}"
             )
         return problems

@@ -15,6 +15,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from schemas.eligibility import Expression, parse_eligibility
 from schemas.errors import ConfigError, did_you_mean, quoted
 from schemas.semantic_ids import SidSpace
 from schemas.templates import PromptTemplate, parse_template
@@ -128,8 +129,16 @@ class TaskSettings(_Section):
     k: Positive = Field(20, description="Recommendations per user")
     score_norm: ScoreNorm = Field("full_vocab", description="What p is a softmax over")
     collisions: CollisionPolicy = Field("all", description="Items kept of those that share one SID")
+    eligibility: str | None = Field(
+        None, description="Items a user may get, by catalog attributes; see schemas/eligibility.py"
+    )
     score: ScoreSettings | None = Field(None, description="{}: score the candidates")
     generate: GenerateSettings | None = Field(None, description="{…}: search the catalog")
+
+    @property
+    def eligible(self) -> Expression | None:
+        """The eligibility expression."""
+        return None if self.eligibility is None else parse_eligibility(self.eligibility)
 
     @model_validator(mode="after")
     def _some_task(self) -> TaskSettings:
@@ -200,7 +209,7 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         template = self.prompt.parsed
-        _ = self.sid.space
+        _ = self.sid.space, self.task.eligible
         if self.task.generate is not None:
             self.task.generate.widths(len(self.sid.sizes))
         if self.task.score is not None and self.inputs.candidates is None:

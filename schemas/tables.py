@@ -33,7 +33,7 @@ def _plain(dtype: pa.DataType) -> pa.DataType:
 
 def type_words(dtype: pa.DataType) -> str:
     """An Arrow type in words, without the names that files give to list elements."""
-    if _is_list(dtype):
+    if is_list(dtype):
         size = f", {dtype.list_size}" if pt.is_fixed_size_list(dtype) else ""
         return f"list<{type_words(dtype.value_type)}{size}>"
     return str(dtype)
@@ -52,12 +52,13 @@ def _is_id(dtype: pa.DataType) -> bool:
     return _is_text(dtype) or _is_int(_plain(dtype))
 
 
-def _is_list(dtype: pa.DataType) -> bool:
+def is_list(dtype: pa.DataType) -> bool:
+    """Any of the three list types."""
     return bool(pt.is_list(dtype) or pt.is_large_list(dtype) or pt.is_fixed_size_list(dtype))
 
 
 def _list_of(inner: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
-    return lambda dtype: _is_list(dtype) and inner(dtype.value_type)
+    return lambda dtype: is_list(dtype) and inner(dtype.value_type)
 
 
 def _is_scalar(dtype: pa.DataType) -> bool:
@@ -75,6 +76,10 @@ ID_LIST = Kind("list of string or of int64", _list_of(_is_id))
 VECTOR = Kind("list or fixed_size_list of float16, float32 or float64", _list_of(pt.is_floating))
 INT_LIST = Kind("list of integers", _list_of(pt.is_integer))
 SCALAR = Kind("string, number, boolean or date", _is_scalar)
+ATTRIBUTE = Kind(
+    "string, number, boolean, date, or a list of them",
+    lambda dtype: _is_scalar(dtype) or _list_of(_is_scalar)(dtype),
+)
 TEXT = Kind("string", _is_text)
 NUMBER = Kind("number", _is_number)
 SID = Kind(
@@ -133,8 +138,13 @@ class TableContract:
         return [column.name for column in self.columns if column.name in schema.names]
 
 
-def users_contract(template: PromptTemplate, *, by_segment: bool = False) -> TableContract:
-    """The users table, as far as a run reads it: the template, and candidate sets by segment."""
+def users_contract(
+    template: PromptTemplate, *, by_segment: bool = False, eligibility: tuple[str, ...] = ()
+) -> TableContract:
+    """The users table, as far as a run reads it.
+
+    That is: the template, candidate sets by segment, and the users columns of the eligibility.
+    """
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
         columns.append(Column("embedding", VECTOR))
@@ -149,7 +159,16 @@ def users_contract(template: PromptTemplate, *, by_segment: bool = False) -> Tab
     ]
     if by_segment and "segment" not in template.columns:
         columns.append(Column("segment", SCALAR))
+    named = {column.name for column in columns}
+    columns += [Column(name, ATTRIBUTE) for name in eligibility if name not in named]
     return TableContract("users", tuple(columns))
+
+
+def catalog_contract(attributes: tuple[str, ...]) -> TableContract:
+    """The catalog, with the attributes that the eligibility reads."""
+    named = {column.name for column in CATALOG.columns}
+    more = tuple(Column(name, ATTRIBUTE) for name in attributes if name not in named)
+    return TableContract("catalog", CATALOG.columns + more)
 
 
 CATALOG = TableContract(
@@ -192,7 +211,7 @@ def candidate_shape(schema: pa.Schema, file: str) -> CandidateShape:
 
 def id_type(dtype: pa.DataType) -> IdType:
     """The type ids of this Arrow type have inside: strings stay strings, integers become int64."""
-    if _is_list(dtype):
+    if is_list(dtype):
         dtype = dtype.value_type
     return "string" if _is_text(dtype) else "int64"
 

@@ -311,7 +311,7 @@ def test_a_right_run_passes_every_gate(finished):
     assert not report.refused
     assert {gate.gate for gate in report.gates} == {
         "conservation", "staged_files", "duplicates", "ranks", "scores", "catalog_validity",
-        "excluded_items", "rows", "coverage", "quarantine_rate",
+        "excluded_items", "ineligible_items", "rows", "coverage", "quarantine_rate",
     }  # fmt: skip
 
 

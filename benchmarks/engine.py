@@ -6,7 +6,8 @@ What is compared, in one process and on the same random-weight model:
 - beams: `generate(num_beams=…, prefix_allowed_tokens_fn=…)`; ours.
 
 The answers are compared first, and nothing is timed when they differ. Then the contenders take
-turns, so that a noisy machine is noisy to all of them; ratios of medians are what to read.
+turns, so that a noisy machine is noisy to all of them. Read the ratio of medians; on a busy machine
+the ratio of the best turns.
 stdout: a table, then one JSON document as the last line.
 
     python benchmarks/engine.py
@@ -24,6 +25,18 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(_HERE.parent), *(p for p in sys.path if Path(p).resolve() != _HERE)]
 
+_NUMBERS = (
+    ("layers", 4, "layers of the model, of 28"),
+    ("users", 4, "users in the batch"),
+    ("candidates", 100, "items to score per user"),
+    ("width", 16, "beams per user"),
+    ("k", 10, "items returned by beams, at most the width"),
+    ("prompt-tokens", 64, "tokens of a prompt"),
+    ("items", 10_000, "items in the catalog"),
+    ("codes", 256, "codes of each of the 3 levels"),
+    ("repeats", 5, "turns of each contender"),
+)
+
 
 def positive(text: str) -> int:
     """A whole number above zero."""
@@ -38,16 +51,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    number = {"type": positive, "metavar": "N"}
-    parser.add_argument("--layers", default=4, help="of 28 [4]", **number)
-    parser.add_argument("--users", default=4, help="users in the batch [4]", **number)
-    parser.add_argument("--candidates", default=100, help="items to score per user [100]", **number)
-    parser.add_argument("--width", default=16, help="beams per user [16]", **number)
-    parser.add_argument("--k", default=10, help="items returned by beams, <= width [10]", **number)
-    parser.add_argument("--prompt-tokens", default=64, help="tokens of a prompt [64]", **number)
-    parser.add_argument("--items", default=10_000, help="items in the catalog [10000]", **number)
-    parser.add_argument("--codes", default=256, help="codes of each of 3 levels [256]", **number)
-    parser.add_argument("--repeats", default=3, help="turns of each contender [3]", **number)
+    for name, default, meaning in _NUMBERS:
+        text = f"{meaning} [{default}]"
+        parser.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=text)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--seed", type=int, default=0)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from engine.backend import Backend, Context, NodeBatch, Targets
 from engine.device_trie import DeviceTrie
+from engine.quotas import beams_per_group, place_in_group
 
 _LOW = 0xFFFFFFFF
 
@@ -62,6 +63,7 @@ class _Front:
     row_BW: Tensor  # context row
     score_BW: Tensor  # float32
     live_BW: Tensor  # bool
+    group_BW: Tensor  # trie node of the quota's level above or at each beam; the root further up
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class _Children:
     node_BM: Tensor
     beam_BM: Tensor  # which beam it continues
     real_BM: Tensor  # False: padding slot
+    group_BM: Tensor  # as in _Front
     score_BM: Tensor  # -inf for padding, dead and failed slots
 
 
@@ -115,7 +118,10 @@ def beam_search(
         if not inner_nodes:
             break
         width = min(widths[depth], inner_nodes, children.node_BM.shape[1])
-        front, nodes, dropped = _select(index, context, front, children, prompts, depth, width)
+        cap = None
+        if index.quota is not None and depth + 1 > index.quota.level:
+            cap = beams_per_group(widths[depth], k, index.quota.max_items)
+        front, nodes, dropped = _select(index, context, front, children, prompts, depth, width, cap)
         pruned = torch.maximum(pruned, dropped)
         backend.extend(context, nodes)
         rows += width
@@ -140,7 +146,8 @@ def _nodes_at(index: DeviceTrie, depth: int) -> int:
 
 def _root(prompts: Tensor) -> _Front:
     zeros = torch.zeros_like(prompts)[:, None]
-    return _Front(zeros, prompts[:, None], zeros.float(), torch.ones_like(zeros, dtype=torch.bool))
+    live = torch.ones_like(zeros, dtype=torch.bool)
+    return _Front(zeros, prompts[:, None], zeros.float(), live, zeros)
 
 
 def _expand(
@@ -175,7 +182,10 @@ def _expand(
 
     score_BM = front.score_BW.gather(1, beam_BM) + log_probs
     score_BM = torch.where(real_BM & ~score_BM.isnan(), score_BM, -torch.inf)
-    return _Children(node_BM, beam_BM, real_BM, score_BM), log_probs
+    inherited = front.group_BW.gather(1, beam_BM)
+    at_level = index.quota is not None and depth + 1 == index.quota.level
+    group_BM = node_BM if at_level else inherited
+    return _Children(node_BM, beam_BM, real_BM, group_BM, score_BM), log_probs
 
 
 def _without_dead(
@@ -204,16 +214,26 @@ def _select(
     prompts: Tensor,
     depth: int,
     width: int,
+    cap: int | None,
 ) -> tuple[_Front, NodeBatch, Tensor]:
-    """The next front, its nodes to append, and the best score that was dropped `[B]`."""
+    """The next front, its nodes to append, and the best score that was dropped `[B]`.
+
+    With a `cap`, no group of the quota holds more beams than that.
+    """
     inner = index.sid[children.node_BM] < 0
     score_BM = torch.where(inner, children.score_BM, -torch.inf)
+    dropped = score_BM.new_full((len(prompts),), -torch.inf)
+    if cap is not None:
+        key_BM = _sort_key(score_BM, children.node_BM)
+        over = place_in_group(key_BM, children.group_BM) >= cap
+        dropped = torch.where(over, score_BM, -torch.inf).amax(dim=1)
+        score_BM = torch.where(over, -torch.inf, score_BM)
     key_BM = _sort_key(score_BM, children.node_BM)
     slots = key_BM.shape[1]
     best_BW = key_BM.topk(min(width + 1, slots), dim=1).indices
     ranked = score_BM.gather(1, best_BW)
-    none_dropped = ranked.new_full((len(prompts),), -torch.inf)
-    dropped = ranked[:, width] if slots > width else none_dropped
+    if slots > width:
+        dropped = torch.maximum(dropped, ranked[:, width])
 
     best_BW = best_BW[:, :width]
     parent_BW = front.row_BW.gather(1, children.beam_BM.gather(1, best_BW))
@@ -233,7 +253,8 @@ def _select(
         num_slots=width,
         max_depth=depth + 1,
     )
-    return _Front(node_BW, row_BW, score_BW, live_BW), nodes, dropped
+    group_BW = children.group_BM.gather(1, best_BW)
+    return _Front(node_BW, row_BW, score_BW, live_BW, group_BW), nodes, dropped
 
 
 def _collect(
@@ -244,6 +265,10 @@ def _collect(
     score_BM = torch.where(sid_BM >= 0, children.score_BM, -torch.inf)
     score = torch.cat([pool_score, score_BM], dim=1)
     sid = torch.cat([pool_sid, sid_BM.clamp(min=0)], dim=1)
+    if index.quota is not None:
+        group = index.quota.group_of_sid[sid]
+        over = place_in_group(_sort_key(score, sid), group) >= index.quota.max_items
+        score = torch.where(over, -torch.inf, score)
     best = _sort_key(score, sid).topk(pool_score.shape[1], dim=1).indices
     return score.gather(1, best), sid.gather(1, best)
 

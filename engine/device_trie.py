@@ -11,7 +11,16 @@ from torch import Tensor
 from engine.backend import Norm, TokenColumns
 from engine.sid_trie import SidTrie
 from schemas.semantic_ids import BoundSidSpace
-from schemas.settings import ScoreNorm
+from schemas.settings import QuotaSettings, ScoreNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """At most `max_items` results share their first `level` codes."""
+
+    level: int
+    max_items: int
+    group_of_sid: Tensor  # [S] node of the sid's first `level` codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,7 @@ class DeviceTrie:
     columns: tuple[TokenColumns, ...]  # per level
     norms: tuple[Norm, ...]  # per level
     device: torch.device
+    quota: Quota | None = None
 
     def is_dead(self, user: Tensor, node: Tensor, dead: Tensor) -> Tensor:
         """Whether (user, node) is among the sorted keys `dead` of engine/exclusions.py."""
@@ -36,7 +46,11 @@ class DeviceTrie:
 
 
 def to_device(
-    trie: SidTrie, space: BoundSidSpace, norm: ScoreNorm, device: torch.device
+    trie: SidTrie,
+    space: BoundSidSpace,
+    norm: ScoreNorm,
+    device: torch.device,
+    quota: QuotaSettings | None = None,
 ) -> DeviceTrie:
     """Copy the trie to the device and name the columns and the softmax set of each level."""
     depth = np.maximum(trie.depth_of_node.astype(np.int64) - 1, 0)
@@ -61,4 +75,7 @@ def to_device(
         columns=columns,
         norms=norms,
         device=device,
+        quota=None
+        if quota is None
+        else Quota(quota.level, quota.max_items, put(trie.prefix_of_sid(quota.level))),
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.backend import Backend, Context, NodeBatch, Targets
 from engine.device_trie import DeviceTrie
 from engine.token_tree import TokenTree, TreeLevel
-from schemas.requests import Ints
+from schemas.requests import Ints, place_within
 
 
 def score_items(
@@ -73,7 +73,7 @@ def _node_batches(
     batches = []
     for begin in range(0, len(users), max_rows):
         part = slice(begin, begin + max_rows)
-        slot = _place_within(users[part])
+        slot = place_within(users[part])
         batches.append(
             NodeBatch(
                 prompt=_put(users[part], index),
@@ -86,15 +86,6 @@ def _node_batches(
             )
         )
     return batches
-
-
-def _place_within(group: Ints) -> Ints:
-    """Each entry's number among the entries of its group, in order of appearance."""
-    order = np.argsort(group, kind="stable")
-    first = np.searchsorted(group[order], group[order], side="left")
-    place = np.empty(len(group), dtype=np.int64)
-    place[order] = np.arange(len(group)) - first
-    return place
 
 
 def _read_level(

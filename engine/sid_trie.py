@@ -108,6 +108,13 @@ class SidTrie:
             depth[live] -= 1
         return out
 
+    def prefix_of_sid(self, level: int) -> Int64s:
+        """The node of each sid's first `level` codes, or its leaf when it is shorter `[S]`."""
+        node = self.node_of_sid.astype(np.int64)
+        for _ in range(self.depth - level):
+            node = np.where(self.depth_of_node[node] > level, self.parent[node], node)
+        return node
+
     @property
     def num_bytes(self) -> int:
         """Size of the arrays."""

@@ -91,7 +91,8 @@ class Engine:
         self._projector = self._load_projector()
         num_soft = self._projector.spec.num_tokens if self._projector else 1
         self._prompts = PromptBuilder(config.prompt, tokenizer, space, trie, num_soft)
-        self._index = to_device(trie, space, config.task.score_norm, facts.device)
+        task = config.task
+        self._index = to_device(trie, space, task.score_norm, facts.device, task.quota)
         self._segments: tuple[EligibleTrie, Tensor] | None = None
         self._widths: tuple[int, ...] = ()
         if config.task.generate is not None:

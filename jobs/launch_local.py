@@ -253,6 +253,8 @@ def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     bind_gpu(device.gpu)
     os.environ.setdefault("OMP_NUM_THREADS", str(device.threads))
+    # Threads that wait must sleep: spinning ones stall each other as soon as the machine is shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
         try:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.catalog import Catalog
-from schemas.requests import BatchResult, Eligibility, Ints, Ragged
-from schemas.settings import CollisionPolicy
+from schemas.requests import BatchResult, Eligibility, Ints, Ragged, place_within
+from schemas.settings import CollisionPolicy, QuotaSettings
 
 SOURCES = np.asarray(["score", "generate"])
 
@@ -41,6 +41,7 @@ def rank_batch(
     k: int,
     collisions: CollisionPolicy,
     eligibility: Eligibility | None = None,
+    quota: QuotaSettings | None = None,
 ) -> Ranked:
     """Each user's top k.
 
@@ -60,6 +61,10 @@ def rank_batch(
     # Item positions are in the order of item ids; sids are in the order of their codes.
     order = np.lexsort((item, sid, -score.astype(np.float64), user))
     user, item, score, source = user[order], item[order], score[order], source[order]
+    if quota is not None:
+        group = catalog.trie.prefix_of_sid(quota.level)[catalog.trie.sid_of_item[item]]
+        keep = place_within(user * catalog.trie.num_nodes + group) < quota.max_items
+        user, item, score, source = user[keep], item[keep], score[keep], source[keep]
     starts = np.searchsorted(user, np.arange(result.num_users))
     rank = np.arange(len(user)) - starts[user] + 1
     top = rank <= k

@@ -73,6 +73,7 @@ def score_shard(
             Ragged.empty(len(pack)) if excluded is None else excluded.take(pack),
             k=task.k,
             collisions=task.collisions,
+            quota=task.quota,
             eligibility=shard.users.eligibility.take(pack) if shard.users.eligibility else None,
         )
         failed = pack[result.failed]

@@ -77,6 +77,15 @@ class Ragged:
         return Ragged.from_lengths(lengths, self.values[mask])
 
 
+def place_within(group: Ints) -> Ints:
+    """Each entry's number among the entries of its group, in order of appearance."""
+    order = np.argsort(group, kind="stable")
+    first = np.searchsorted(group[order], group[order], side="left")
+    place = np.empty(len(group), dtype=np.int64)
+    place[order] = np.arange(len(group)) - first
+    return place
+
+
 @dataclass(frozen=True, slots=True)
 class Eligibility:
     """Items that each segment of users may get; users point at their segment."""

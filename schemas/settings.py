@@ -123,12 +123,20 @@ class GenerateSettings(_Section):
         return tuple(self.width)
 
 
+class QuotaSettings(_Section):
+    """Diversity: at most so many items of a list share the first `level` codes."""
+
+    level: Literal[1, 2] = Field(1, description="Codes that make items alike")
+    max_items: Positive = Field(description="Most items of one list that share them")
+
+
 class TaskSettings(_Section):
     """What to compute for each user. Give `score: {}`, `generate: {}` or both."""
 
     k: Positive = Field(20, description="Recommendations per user")
     score_norm: ScoreNorm = Field("full_vocab", description="What p is a softmax over")
     collisions: CollisionPolicy = Field("all", description="Items kept of those that share one SID")
+    quota: QuotaSettings | None = Field(None, description="Most items alike in one list")
     eligibility: str | None = Field(
         None, description="Items a user may get, by catalog attributes; see schemas/eligibility.py"
     )
@@ -210,6 +218,13 @@ class RunConfig(_Section):
     def _fits_together(self) -> RunConfig:
         template = self.prompt.parsed
         _ = self.sid.space, self.task.eligible
+        quota = self.task.quota
+        if quota is not None and quota.level > len(self.sid.sizes):
+            raise ConfigError(
+                "task.quota.level is deeper than the semantic IDs",
+                expected=f"at most {len(self.sid.sizes)}",
+                got=str(quota.level),
+            )
         if self.task.generate is not None:
             self.task.generate.widths(len(self.sid.sizes))
         if self.task.score is not None and self.inputs.candidates is None:

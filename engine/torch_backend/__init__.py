@@ -37,9 +37,9 @@ class TorchBackend:
         self._model = load_model(folder, _DTYPES[dtype], device)
         self._body = self._model.base_model
         self._embed = self._model.get_input_embeddings()
-        self._head = Head(head_of(self._model, folder))
-        self._prefixes: dict[bytes, PrefixKV] = {}
         self._independent = dtype == "float32" and device.type == "cpu"
+        self._head = Head(head_of(self._model, folder), independent=self._independent)
+        self._prefixes: dict[bytes, PrefixKV] = {}
         config = self._model.config.get_text_config()
         weight = self._embed.weight
         assert isinstance(weight, Tensor), "an embedding has a weight"
@@ -128,13 +128,16 @@ class TorchBackend:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._facts.device)
 
     def _forward(self, embedded: Tensor, positions: Tensor, tree_pass: TreePass) -> Tensor:
+        num_rows = len(embedded)
+        if self._independent:
+            embedded, positions = pad_rows(embedded), pad_rows(positions)
         out = self._body(
-            inputs_embeds=pad_rows(embedded)[None],
-            position_ids=pad_rows(positions)[None],
+            inputs_embeds=embedded[None],
+            position_ids=positions[None],
             use_cache=False,
             tree_pass=tree_pass,
         )
-        hidden: Tensor = out.last_hidden_state[0, : len(embedded)]
+        hidden: Tensor = out.last_hidden_state[0, :num_rows]
         return hidden
 
     def _prefix(self, tokens: Ints) -> PrefixKV:

@@ -17,13 +17,15 @@ from engine.backend import Norm, Targets, TokenColumns
 from engine.row_tiles import pad_rows
 from engine.score_norms import log_softmax_of_targets, subtract_normaliser
 
-_ROWS, _COLUMNS = 2048, 16384  # of one chunk of logits: at most 128 MiB in float32
+_ROWS = 2048  # of one chunk of logits
+_COLUMNS = {"cpu": 2048, "cuda": 16384}  # a chunk that stays in a CPU's cache; one that fills a GPU
 
 
 class Head:
     """Log-probabilities from hidden states."""
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Linear, *, independent: bool) -> None:
+        self._independent = independent  # pad rows so that a row's bits are its own
         self._weight = head.weight
         self._bias = head.bias
         self._parts: WeakKeyDictionary[TokenColumns, tuple[Tensor, Tensor | None]] = (
@@ -33,7 +35,8 @@ class Head:
     def log_probs(self, hidden: Tensor, targets: Targets, norm: Norm) -> Tensor:
         """Log-probabilities `[M]` of targets whose rows index `hidden` `[R, hidden]`."""
         num_rows = len(hidden)
-        hidden = pad_rows(hidden)
+        if self._independent:
+            hidden = pad_rows(hidden)
         logits = self._target_logits(hidden, targets)
         if norm.kind == "trie":
             return log_softmax_of_targets(logits, targets, num_rows)
@@ -77,8 +80,9 @@ class Head:
         for first in range(0, len(hidden), _ROWS):
             rows = hidden[first : first + _ROWS]
             total = torch.full((len(rows),), -torch.inf, device=hidden.device)
-            for begin in range(0, len(weight), _COLUMNS):
-                part = slice(begin, begin + _COLUMNS)
+            step = _COLUMNS[hidden.device.type]
+            for begin in range(0, len(weight), step):
+                part = slice(begin, begin + step)
                 some_bias = None if bias is None else bias[part]
                 logits = functional.linear(rows, weight[part], some_bias).float()
                 total = torch.logaddexp(total, logits.logsumexp(dim=-1))

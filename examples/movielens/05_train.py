@@ -134,7 +134,7 @@ class Examples:
 def main() -> None:
     """Run the step."""
     parser = arguments(__doc__)
-    parser.add_argument("--steps", type=int, default=350, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=260, help="default: %(default)s")
     args = parser.parse_args()
     build = Build(args.build)
     torch.set_num_threads(2)  # the thread count is part of what makes two builds equal

@@ -7,6 +7,7 @@ has changed since. `--force` runs them all.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -53,7 +54,9 @@ def main() -> int:
         stamp.unlink(missing_ok=True)
         begun = time.perf_counter()
         command = [sys.executable, str(script), "--build", str(args.build)]
-        code = subprocess.run(command, check=False).returncode
+        # Threads that wait should sleep: spinning ones stall each other on a shared machine.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+        code = subprocess.run(command, check=False, env=environment).returncode
         if code != 0:
             say(f"[{step}] failed")
             return code

@@ -33,7 +33,11 @@ def test_rows_times_vocabulary_never_exists(wide_head):
     row = torch.arange(ROWS).repeat_interleave(3)
     targets = Targets(row=row, column=torch.arange(3).repeat(ROWS), columns=TokenColumns(asked))
     with OpRecorder() as recorder:
-        got = Head(head).log_probs(hidden, targets, Norm("full_vocab")).view(ROWS, 3)
+        got = (
+            Head(head, independent=False)
+            .log_probs(hidden, targets, Norm("full_vocab"))
+            .view(ROWS, 3)
+        )
     assert recorder.largest * 4 <= 128 << 20, "at most 128 MiB of logits at once"
     assert recorder.largest * 9 < ROWS * VOCAB
     some = [0, 2047, 2048, ROWS - 1]  # also at the seams of the chunks
@@ -50,7 +54,7 @@ def test_only_the_asked_ids_of_the_read_rows_meet_the_head(wide_head):
     rows = hidden[:5]
     targets = Targets(row=torch.arange(5), column=torch.tensor([0, 1, 2, 1, 0]), columns=asked)
     with OpRecorder(watch=head.weight) as recorder:
-        got = Head(head).log_probs(rows, targets, Norm("level", asked))
+        got = Head(head, independent=False).log_probs(rows, targets, Norm("level", asked))
     want = torch.log_softmax(rows.double() @ head.weight[9:12].double().T, dim=-1)
     np.testing.assert_allclose(got, want[torch.arange(5), targets.column], rtol=0, atol=1e-5)
     assert set(recorder.met) == {(5, 3)}

@@ -13,7 +13,7 @@ from engine.item_scoring import score_items
 from engine.sid_trie import build_trie
 from engine.token_tree import build_token_tree
 from engine.torch_backend import TorchBackend
-from engine.torch_backend.head import Head
+from engine.torch_backend.head import _COLUMNS, Head
 from engine.user_projector import load_projector
 from schemas.errors import EngineError
 from schemas.requests import Ragged
@@ -118,14 +118,14 @@ def test_the_head_in_chunks_equals_the_head_in_one(kind, monkeypatch):
     row = torch.arange(50).repeat_interleave(3)
     targets = Targets(row=row, column=torch.arange(150) % 4, columns=columns)
     norm = Norm(kind, None if kind == "full_vocab" else columns)
-    want = Head(linear).log_probs(hidden, targets, norm)
+    want = Head(linear, independent=False).log_probs(hidden, targets, norm)
     logits = linear(hidden)
     allowed = logits if kind == "full_vocab" else logits[:, columns.token_ids]
     direct = logits[row, torch.from_numpy(columns.token_ids)[targets.column]]
     torch.testing.assert_close(want, direct - allowed.logsumexp(1)[row], rtol=0, atol=1e-5)
     monkeypatch.setattr("engine.torch_backend.head._ROWS", 7)
-    monkeypatch.setattr("engine.torch_backend.head._COLUMNS", 33)
-    got = Head(linear).log_probs(hidden, targets, norm)
+    monkeypatch.setitem(_COLUMNS, "cpu", 33)
+    got = Head(linear, independent=False).log_probs(hidden, targets, norm)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 

@@ -16,6 +16,14 @@ from tests.factories import tiny_model
 torch.set_num_threads(1)  # tests run side by side
 
 
+def pytest_addoption(parser: Any) -> None:
+    group = parser.getgroup("conformance", "run tests/conformance over one backend")
+    group.addoption("--backend", help="name of the backend; default: fake and torch")
+    group.addoption("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    group.addoption("--dtype", default="float32", choices=("float32", "bfloat16"))
+    group.addoption("--model", help="checkpoint folder; default: a tiny random Qwen3")
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("model"))

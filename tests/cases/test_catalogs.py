@@ -149,6 +149,8 @@ def test_everything_that_decides_a_result_is_in_the_manifest(nightshelf, tmp_pat
         "k": 4,
         "score_norm": "level",
         "collisions": "first",
+        "quota": None,
+        "eligibility": None,
         "score": {},
         "generate": {"width": [3, 5], "exact": True, "max_width": 4096},
     }

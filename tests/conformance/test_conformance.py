@@ -1,0 +1,167 @@
+"""What every backend must do, whatever it is inside. See conftest.py for how to run it over yours."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from engine.backend import PackedPrompts
+from engine.beam_search import beam_search
+from engine.device_trie import to_device
+from engine.exclusions import dead_nodes
+from engine.item_scoring import score_items
+from engine.sid_trie import build_trie
+from engine.token_tree import build_token_tree
+from schemas.requests import Ragged
+from tests.engine.oracle import Oracle
+from tests.factories import bound_space, prompts_of, random_codes, random_prompts
+
+NORMS = ("full_vocab", "sid_range", "level", "trie")
+PREFIX = [4, 9, 2]
+
+
+class Case:
+    """A random ragged catalog, prompts and candidate sets over one backend."""
+
+    def __init__(self, subject, seed, norm="full_vocab", items=30):
+        self.backend = subject.backend
+        rng = np.random.default_rng(seed)
+        self.trie = build_trie(random_codes(rng, items, ragged=bool(seed % 2)))
+        self.device = self.backend.facts.device
+        self.index = to_device(self.trie, bound_space(), norm, self.device)
+        self.prompts = random_prompts(rng, 5, longest=20)
+        sizes = rng.integers(1, items, len(self.prompts))
+        self.sets = [rng.choice(items, n, replace=False).tolist() for n in sizes]
+
+    def score(self, prompts=None, sets=None, prefix=PREFIX, max_rows=1000):
+        prompts, sets = prompts or self.prompts, sets or self.sets
+        packed = prompts if isinstance(prompts, PackedPrompts) else prompts_of(prompts, prefix)
+        tree = build_token_tree(self.trie, Ragged.from_lists(sets))
+        context = self.backend.prefill(packed, tree.num_rows)
+        return score_items(self.backend, context, self.index, tree, max_rows).cpu()
+
+    def beams(self, widths, k, dead=None):
+        context = self.backend.prefill(prompts_of(self.prompts, PREFIX), 0)
+        at = torch.arange(len(self.prompts), device=self.device)
+        return beam_search(
+            self.backend, context, self.index, prompts=at, widths=widths, k=k, dead=dead
+        )
+
+    def table(self):
+        """Scores of every SID for every prompt."""
+        everything = [range(self.trie.num_items)] * len(self.prompts)
+        scores = self.score(sets=everything).view(len(self.prompts), -1)
+        return scores[:, torch.from_numpy(self.trie.items[self.trie.first_item[:-1]]).long()]
+
+
+def near(got, want, nats):
+    torch.testing.assert_close(got, want, rtol=0, atol=nats)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_are_log_probabilities_of_the_model(subject, seed, norm):
+    case = Case(subject, seed, norm)
+    got = case.score()
+    assert (got <= 0).all()
+    if subject.model is None:
+        return
+    oracle = Oracle(subject.model, case.trie, bound_space(), norm)
+    want = [
+        oracle.score(PREFIX + case.prompts[user], int(case.trie.sid_of_item[item]))
+        for user, items in enumerate(case.sets)
+        for item in items
+    ]
+    near(got, torch.tensor(want, dtype=torch.float32), subject.tolerance)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_probabilities_of_the_catalog_never_exceed_one(subject, norm):
+    total = Case(subject, 2, norm).table().exp().sum(dim=1)
+    assert (total <= 1 + 1e-4).all()
+    if norm == "trie":
+        near(total, torch.ones_like(total), 1e-4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_company_order_and_chunks_change_nothing(subject, seed):
+    case = Case(subject, seed)
+    want = case.score()
+    alone = [case.score([p], [s]) for p, s in zip(case.prompts, case.sets, strict=True)]
+    near(torch.cat(alone), want, subject.same)
+    backwards = case.score(case.prompts[::-1], case.sets[::-1])
+    parts = backwards.split([len(s) for s in case.sets[::-1]])
+    near(torch.cat(parts[::-1]), want, subject.same)
+    near(case.score(max_rows=3), want, subject.same)
+    mixed = [list(reversed(s)) for s in case.sets]
+    flipped = [part.flip(0) for part in case.score(sets=mixed).split([len(s) for s in mixed])]
+    near(torch.cat(flipped), want, subject.same)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_beams_and_candidates_have_one_score(subject, norm):
+    case = Case(subject, 1, norm)
+    beams, table = case.beams((4, 4, 4), 6), case.table()
+    found = beams.score.cpu() > -torch.inf
+    near(beams.score.cpu()[found], table.gather(1, beams.sid.cpu())[found], subject.same)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_wide_beams_rank_the_whole_catalog(subject, seed):
+    case = Case(subject, seed)
+    table, beams = case.table(), case.beams((1000, 1000, 1000), 1000)
+    assert (beams.pruned.cpu() == -torch.inf).all()
+    order = table.argsort(dim=1, descending=True, stable=True)
+    near(beams.score.cpu()[:, : case.trie.num_sids], table.gather(1, order), subject.same)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_certificate_is_never_wrong(subject, seed):
+    case = Case(subject, seed, NORMS[seed % 4])
+    excluded = Ragged.from_lists([s[: len(s) // 2] for s in case.sets])
+    dead = torch.from_numpy(dead_nodes(case.trie, excluded)).to(case.device)
+    beams, table = case.beams((2, 3, 3), 3, dead), case.table()
+    for user in range(len(case.prompts)):
+        gone = set(excluded.row(user).tolist())
+        first = case.trie.first_item
+        members = [set(case.trie.items[a:b].tolist()) for a, b in itertools.pairwise(first)]
+        alive = [sid for sid, items in enumerate(members) if items - gone]
+        score, pruned = beams.score.cpu()[user], float(beams.pruned[user])
+        sids = beams.sid.cpu()[user][score > -torch.inf].tolist()
+        assert set(sids) <= set(alive)
+        assert len(set(sids)) == len(sids)
+        if float(score[-1]) > pruned or pruned == -np.inf:
+            best = sorted((float(table[user, s]) for s in alive), reverse=True)[:3]
+            near(score[score > -torch.inf], torch.tensor(best), subject.same)
+
+
+def test_vectors_belong_to_their_user(subject):
+    """The same tokens with other vectors are other prompts; with the same vector, the same one."""
+    case = Case(subject, 2)
+    width = subject.backend.facts.hidden_size or 8
+    vectors = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+    packed = dataclasses.replace(
+        prompts_of([[3, 0, 5]] * 3, PREFIX),
+        soft_positions=np.asarray([1, 4, 7]),
+        soft_vectors=torch.stack([vectors[0], vectors[1], vectors[0]]).to(case.device),
+    )
+    everything = [range(case.trie.num_items)] * 3
+    got = case.score(packed, everything).view(3, -1)
+    assert (got[0] - got[1]).abs().max() > 1e-3
+    near(got[0], got[2], subject.same)
+    plain = case.score([[3, 0, 5]] * 3, everything).view(3, -1)
+    assert (got[0] - plain[0]).abs().max() > 1e-3
+    near(case.score(packed, everything).view(3, -1), got, 0.0)
+
+
+def test_any_id_below_the_vocabulary_is_accepted_and_facts_are_filled(subject):
+    facts = subject.backend.facts
+    assert facts.vocab_size > bound_space().max_token_id
+    assert facts.max_positions > 0
+    last = prompts_of([[facts.vocab_size - 1]])
+    case = Case(subject, 0)
+    assert case.score(last, [[0, 1]]).isfinite().all()

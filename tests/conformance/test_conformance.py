@@ -1,4 +1,4 @@
-"""What every backend must do, whatever it is inside. See conftest.py for how to run it over yours."""
+"""What every backend must do, whatever it is inside. conftest.py says how to run it over yours."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.device import bind_gpu, num_cpus, visible_gpus
 from jobs.run import Progress
-from pipelines.catalog import open_catalog
+from pipelines.catalog import Catalog, open_catalog
 from pipelines.prepare import catalog_dir
 from pipelines.run_shard import run_shard
 from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
@@ -76,12 +77,27 @@ def _devices(plan: RunPlan, num_shards: int) -> list[_Device]:
     return [_Device(None, max(1, num_cpus() // count))] * count
 
 
-def _run_inline(plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
-    from engine.worker import open_engine  # torch: only where an engine runs
+def _start_engine(plan: RunPlan, catalog: Catalog) -> AbstractContextManager[Engine]:
+    """The engine of this process. It loads torch: call it where the device is already bound.
 
+    Raises:
+        EngineError: a package is missing, or the engine cannot start.
+    """
+    try:
+        from engine.worker import open_engine
+    except ImportError as err:
+        raise EngineError(
+            "the engine cannot be loaded",
+            got=str(err),
+            do="Install its packages: pip install 'nightshelf[torch]'.",
+        ) from err
+    return open_engine(plan.config, catalog.trie)
+
+
+def _run_inline(plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
     catalog = open_catalog(catalog_dir(plan))
     failed: dict[int, str] = {}
-    with open_engine(plan.config, catalog.trie) as engine:
+    with _start_engine(plan, catalog) as engine:
         for shard in shards:
             try:
                 run_shard(plan, shard, engine, catalog, progress.advance)
@@ -258,20 +274,18 @@ def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
         try:
-            from engine.worker import open_engine  # after the device is bound
-
             catalog = open_catalog(catalog_dir(plan))
-            with open_engine(plan.config, catalog.trie) as engine:
+            with _start_engine(plan, catalog) as engine:
                 pipe.send(("ready", None))
                 while True:
                     _run_one(plan, pipe.recv(), engine, catalog, pipe)
         except NightshelfError as err:
             pipe.send(("cannot_start", err))
-        except ImportError as err:
-            pipe.send(("cannot_start", EngineError("the engine cannot be loaded", got=str(err))))
 
 
-def _run_one(plan: RunPlan, shard: Shard, engine: Engine, catalog: Any, pipe: Connection) -> None:
+def _run_one(
+    plan: RunPlan, shard: Shard, engine: Engine, catalog: Catalog, pipe: Connection
+) -> None:
     try:
         run_shard(plan, shard, engine, catalog, lambda users: pipe.send(("users", users)))
     except ShardFailedError as err:

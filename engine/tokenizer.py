@@ -32,6 +32,13 @@ class CheckpointTokenizer:
     """The tokenizer.json of a checkpoint folder."""
 
     def __init__(self, folder: str) -> None:
+        if not Path(folder).is_dir():
+            raise EngineError(
+                "the model folder does not exist",
+                expected="a Hugging Face checkpoint folder",
+                got=quoted(folder),
+                where="engine.model",
+            )
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise EngineError(

@@ -289,6 +289,18 @@ def test_a_model_that_cannot_be_used_ends_with_5(nightshelf, tmp_path, spoil, me
     assert message in nightshelf("run", config, check=5).err
 
 
+def test_a_model_folder_that_is_not_there_is_named(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(
+        tmp_path,
+        engine={"backend": "torch", "model": "nowhere", "device": "cpu"},
+        prompt__template="{history}",
+    )
+    err = nightshelf("run", config, check=5).err
+    assert "the model folder does not exist" in err
+    assert "nowhere" in err
+
+
 # --- rows: quarantined, counted, and the others unharmed ----------------------------------------
 
 

@@ -26,8 +26,8 @@ from jobs.options import (
 from jobs.printing import percent
 from pipelines.catalog_check import CatalogFacts, CatalogReport, check_catalog
 from pipelines.catalog_stats import CatalogStats, catalog_stats
+from schemas.config_file import load_config
 from schemas.errors import InputError
-from schemas.settings import load_config
 
 catalog = typer.Typer(help="Check a catalog, or measure it, before a run.", no_args_is_help=True)
 

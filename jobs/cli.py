@@ -30,7 +30,8 @@ from jobs.progress import open_progress
 from jobs.run import plan_path, run_job
 from pipelines import files
 from pipelines.plan import plan_run
-from schemas.settings import json_schema, load_config
+from schemas.config_file import load_config
+from schemas.settings import json_schema
 
 app = typer.Typer(
     name="nightshelf",

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from pipelines.catalog import Catalog
 from pipelines.rank import Ranked, rank_batch
-from pipelines.read import QuarantinedRow, ShardInput
+from pipelines.read import ShardInput
+from pipelines.validate import QuarantinedRow
 from schemas.requests import Ints, Ragged, Rejection
 from schemas.settings import TaskSettings
 

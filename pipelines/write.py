@@ -13,8 +13,9 @@ import pyarrow as pa
 from pipelines import files
 from pipelines.catalog import Catalog
 from pipelines.rank import SOURCES
-from pipelines.read import QuarantinedRow, ShardInput, quarantine_json
+from pipelines.read import ShardInput, quarantine_json
 from pipelines.score import ShardScores
+from pipelines.validate import QuarantinedRow
 from schemas.runs import RunPlan, Shard, StagedFile
 from schemas.tables import QUARANTINE, outcomes_schema, recommendations_schema
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from schemas.eligibility import Expression, parse_eligibility
-from schemas.errors import ConfigError, did_you_mean, quoted
+from schemas.errors import ConfigError, quoted
 from schemas.semantic_ids import SidSpace
 from schemas.templates import PromptTemplate, parse_template
 
@@ -25,8 +22,6 @@ CollisionPolicy = Literal["all", "most_popular", "first"]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
-S = TypeVar("S", bound="_Section")
-_URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^/")
 _DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
 
 
@@ -244,131 +239,3 @@ class RunConfig(_Section):
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a run configuration."""
     return RunConfig.model_json_schema()
-
-
-def load_config(
-    path: str | Path, *, overrides: list[str] | None = None, ds: str | None = None
-) -> RunConfig:
-    """Read, override, check and resolve a configuration file.
-
-    Args:
-        path: the YAML file; paths inside are relative to its folder.
-        overrides: `a.b=value` items, the value in YAML.
-        ds: partition date that wins over the file's.
-
-    Raises:
-        ConfigError: naming the file, the field, what is allowed and what was found.
-    """
-    file = Path(path)
-    try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError("the configuration file does not exist", got=quoted(str(path))) from None
-    except IsADirectoryError:
-        raise ConfigError(
-            "the configuration is a folder", expected="a YAML file", got=quoted(str(path))
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
-        raise ConfigError(
-            "the configuration file cannot be read", got=" ".join(str(err).split()), where=str(path)
-        ) from err
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            "the configuration is not a mapping", got=type(raw).__name__, where=str(path)
-        )
-    if isinstance(raw.get("ds"), dt.date):
-        raw["ds"] = raw["ds"].isoformat()
-    for item in overrides or []:
-        _override(raw, item)
-    if ds is not None:
-        raw["ds"] = ds
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as err:
-        raise _readable(err, str(path)) from None
-    except ConfigError as err:
-        err.where = err.where or str(path)
-        raise
-    return _resolve_paths(config, file.resolve().parent)
-
-
-def _override(raw: dict[str, Any], item: str) -> None:
-    key, equals, text = item.partition("=")
-    if not equals or not key:
-        raise ConfigError("--set cannot be read", expected="section.field=value", got=quoted(item))
-    *parents, leaf = key.split(".")
-    node = raw
-    for parent in parents:
-        child = node.get(parent)
-        if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"--set {key}: {parent!r} is not a section", got=quoted(child))
-        node = child
-    try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as err:
-        raise ConfigError(f"--set {key}: the value is not YAML", got=quoted(text)) from err
-    if isinstance(node[leaf], dt.date):
-        node[leaf] = node[leaf].isoformat()
-
-
-def _readable(error: ValidationError, where: str) -> ConfigError:
-    problems = list(dict.fromkeys(_problem(detail) for detail in error.errors()))
-    if len(problems) == 1:
-        return ConfigError(f"configuration: {problems[0]}", where=where)
-    lines = "".join(f"\n  - {problem}" for problem in problems)
-    return ConfigError(f"configuration has {len(problems)} problems{lines}\n", where=where)
-
-
-def _problem(detail: ErrorDetails) -> str:
-    loc = [str(part) for part in detail["loc"]]
-    name = ".".join(loc) or "file"
-    if detail["type"] == "extra_forbidden":
-        section = _section_at(loc[:-1])
-        allowed = sorted(section.model_fields) if section is not None else []
-        return (
-            f"{name}: unknown key{did_you_mean(loc[-1], allowed)} (allowed: {', '.join(allowed)})"
-        )
-    if detail["type"] == "missing":
-        return f"{name}: required but missing"
-    message = detail["msg"].removeprefix("Value error, ")
-    if not loc:
-        return message
-    return f"{name}: {message[:1].lower()}{message[1:]}, got {quoted(detail['input'])}"
-
-
-def _section_at(loc: list[str]) -> type[BaseModel] | None:
-    section: type[BaseModel] = RunConfig
-    for part in loc:
-        field = section.model_fields.get(part)
-        if field is None:
-            return None
-        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        found = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-        if not found:
-            return None
-        section = found[0]
-    return section
-
-
-def _resolve_paths(config: RunConfig, base: Path) -> RunConfig:
-    def full(value: str | None) -> str | None:
-        if value is None:
-            return None
-        value = value.replace("{surface}", config.surface)
-        if config.ds is not None:
-            value = value.replace("{ds}", config.ds)
-        return value if _URL.match(value) else str(base / value)
-
-    def rebased(section: S, *names: str) -> S:
-        return section.model_copy(update={n: full(getattr(section, n)) for n in names})
-
-    return config.model_copy(
-        update={
-            "engine": rebased(config.engine, "model", "projector"),
-            "inputs": rebased(config.inputs, *InputSettings.model_fields),
-            "output": rebased(config.output, "path"),
-            "run": rebased(config.run, "work_dir"),
-        }
-    )

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from jobs.cli import app
 from schemas import errors
-from schemas.settings import RunConfig, load_config
+from schemas.config_file import load_config
+from schemas.settings import RunConfig
 from schemas.tables import QUARANTINE, outcomes_schema, recommendations_schema
 
 ROOT = Path(__file__).parents[1]

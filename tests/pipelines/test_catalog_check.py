@@ -19,8 +19,9 @@ from engine.sid_trie import build_trie
 from pipelines.catalog import read_catalog
 from pipelines.catalog_check import check_catalog
 from pipelines.catalog_stats import catalog_stats
+from schemas.config_file import load_config
 from schemas.errors import CatalogError, EngineError
-from schemas.settings import RunConfig, load_config
+from schemas.settings import RunConfig
 from tests.factories import random_codes, save_tokenizer, sid_space, tiny_model, write_config
 
 SPACE = sid_space()

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 from pipelines.catalog import read_catalog, read_codes, split_texts
 from pipelines.catalog_readers import describe_catalog, list_catalog, read_file
 from pipelines.plan import plan_run
+from schemas.config_file import load_config
 from schemas.errors import CatalogError, StorageError, TableError
-from schemas.settings import load_config
 from tests.factories import bound_space, random_codes, sid_space, write_config, write_inputs
 
 SPACE = sid_space()

@@ -16,9 +16,9 @@ from pipelines.plan import plan_run
 from pipelines.prepare import prepare_run, shard_of
 from pipelines.rank import rank_batch
 from pipelines.run_shard import load_receipt
+from schemas.config_file import load_config
 from schemas.errors import CatalogError, StorageError, TableError
 from schemas.requests import BatchResult, ItemScores, Ragged, SidBeams
-from schemas.settings import load_config
 from tests.factories import random_codes, sid_space, write_config, write_inputs
 
 # What Spark 4.3.0 answers to `select xxhash64(user_id), pmod(xxhash64(user_id), 7)`.

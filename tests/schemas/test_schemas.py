@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import errors
+from schemas.config_file import load_config
 from schemas.requests import Ragged, UserBatch
 from schemas.runs import Counts
 from schemas.semantic_ids import SidSpace
-from schemas.settings import RunConfig, json_schema, load_config
+from schemas.settings import RunConfig, json_schema
 from schemas.tables import candidate_shape, id_type
 from schemas.templates import parse_template
 from tests.factories import TOKENS, bound_space, sid_space, write_config

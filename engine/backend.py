@@ -122,6 +122,9 @@ class Context(Protocol):
     def num_rows(self) -> int:
         """B + nodes appended so far; the row number the next node will get."""
 
+    def rewind(self, num_rows: int) -> None:
+        """Forget the nodes from row `num_rows` on; their memory is used again. Prompts stay."""
+
 
 class Backend(Protocol):
     """What runs the model. Effects and shapes of each method are part of the contract."""

@@ -41,6 +41,10 @@ class FakeContext:
         """B + nodes."""
         return len(self.keys)
 
+    def rewind(self, num_rows: int) -> None:
+        """Forget the nodes from row `num_rows` on."""
+        self.keys = self.keys[:num_rows]
+
 
 class FakeBackend:
     """See the module."""

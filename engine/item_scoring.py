@@ -13,8 +13,34 @@ from torch import Tensor
 
 from engine.backend import Backend, Context, NodeBatch, Targets
 from engine.device_trie import DeviceTrie
-from engine.token_tree import TokenTree, TreeLevel
-from schemas.requests import Ints, place_within
+from engine.token_tree import TokenTree, TreeLevel, build_token_tree, candidate_parts
+from schemas.requests import Ints, Ragged, place_within
+
+
+def score_in_parts(
+    backend: Backend, context: Context, index: DeviceTrie, candidates: Ragged, max_rows: int
+) -> tuple[Tensor, Ints]:
+    """Scores of the candidates, in their order, float32 `[M]`; and the nodes forwarded per user
+    `[U]`.
+
+    However many candidates a user has, at most `max_rows` nodes are kept at a time: parts of a
+    candidate set hang from the one prefill, one after another, and are forgotten when they are
+    read.
+    """
+    tree = build_token_tree(index.trie, candidates)
+    if tree.num_rows <= max_rows:
+        return score_items(backend, context, index, tree, max_rows), tree.rows_per_user
+    scores = torch.empty(len(candidates.values), dtype=torch.float32, device=index.device)
+    rows = np.zeros(candidates.num_rows, dtype=np.int64)
+    user = candidates.row_ids
+    for part in candidate_parts(index.trie, candidates, max_rows):
+        lengths = np.bincount(user[part], minlength=candidates.num_rows)
+        tree = build_token_tree(index.trie, Ragged.from_lengths(lengths, candidates.values[part]))
+        before = context.num_rows
+        scores[_put(part, index)] = score_items(backend, context, index, tree, max_rows)
+        context.rewind(before)
+        rows += tree.rows_per_user
+    return scores, rows
 
 
 def score_items(

@@ -8,6 +8,7 @@ the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +89,19 @@ def build_token_tree(trie: SidTrie, candidates: Ragged) -> TokenTree:
         here = leaf_depth == depth
         position[here] = np.searchsorted(keys[depth], key_of.pack(user[here], leaf[here]))
     return TokenTree(tuple(levels), leaf_depth - 1, position, rows_per_user)
+
+
+def candidate_parts(trie: SidTrie, candidates: Ragged, max_rows: int) -> Iterator[Ints]:
+    """Cut large candidate sets into parts whose trees have at most `max_rows` nodes.
+
+    Yields positions in `candidates.values`, by user and then by semantic ID, so that a part keeps
+    the prefixes its candidates share. One user may be cut; all its parts hang from the same
+    prefill.
+    """
+    order = np.lexsort((trie.sid_of_item[candidates.values], candidates.row_ids)).astype(np.int64)
+    size = max(1, max_rows // max(1, trie.depth - 1))
+    for begin in range(0, len(order), size):
+        yield order[begin : begin + size]
 
 
 def tree_rows(trie: SidTrie, candidates: Ragged) -> Ints:

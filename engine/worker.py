@@ -18,12 +18,12 @@ from engine.backend import Backend, Context
 from engine.beam_search import Beams, SegmentMask, beam_search, rows_per_prompt
 from engine.device_trie import to_device
 from engine.exclusions import EligibleTrie, dead_nodes
-from engine.item_scoring import score_items
+from engine.item_scoring import score_in_parts
 from engine.packing import PackingBudget, pack_users
 from engine.prompts import PromptBuilder, PromptSet
 from engine.registry import create_backend
 from engine.sid_trie import SidTrie
-from engine.token_tree import build_token_tree, tree_rows
+from engine.token_tree import tree_rows
 from engine.tokenizer import bind_space, load_tokenizer
 from engine.user_projector import UserProjector, load_projector
 from schemas.errors import EngineError
@@ -46,6 +46,7 @@ class Prepared:
 
     users: UserBatch
     prompts: PromptSet
+    tree_rows: Ints  # [U] nodes of each user's token tree
     packs: list[Ints]
 
     @property
@@ -103,11 +104,12 @@ class Engine:
         prompts = self._prompts.build(users)
         usable = np.ones(users.num_users, dtype=bool)
         usable[[r.user for r in prompts.rejections]] = False
-        rows = np.zeros(users.num_users, dtype=np.int64)
+        nodes = np.zeros(users.num_users, dtype=np.int64)
         if users.candidates is not None:
-            rows += tree_rows(self._trie, users.candidates)
+            nodes += tree_rows(self._trie, users.candidates)
             if self._config.task.generate is None:
                 usable &= users.candidates.lengths > 0  # nothing to do for them
+        rows = nodes.copy()
         if self._widths:
             rows += rows_per_prompt(self._index, self._widths)
         kept = np.flatnonzero(usable)
@@ -115,17 +117,19 @@ class Engine:
             self._config.engine.max_batch_tokens, self._config.engine.max_batch_users
         )
         packs = [kept[p] for p in pack_users(prompts.lengths[kept], rows[kept], budget)]
-        return Prepared(users=users, prompts=prompts, packs=packs)
+        return Prepared(users=users, prompts=prompts, tree_rows=nodes, packs=packs)
 
     @torch.inference_mode()
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
         """Everything the task asks for about the users of one pack, numbered as in `pack`."""
         users = prepared.users.take(pack)
-        tree = None
-        if self._config.task.score is not None and users.candidates is not None:
-            tree = build_token_tree(self._trie, users.candidates)
-        beam_rows = rows_per_prompt(self._index, self._widths) if self._widths else 0
-        max_nodes = (tree.num_rows if tree else 0) + beam_rows * users.num_users
+        max_rows = self._config.engine.max_batch_tokens
+        candidates = users.candidates if self._config.task.score is not None else None
+        max_nodes = 0
+        if candidates is not None:
+            max_nodes += min(int(prepared.tree_rows[pack].sum()), max_rows)
+        if self._widths:
+            max_nodes += rows_per_prompt(self._index, self._widths) * users.num_users
         packed = prepared.prompts.pack(pack, self._soft_vectors(users))
         context = self._backend.prefill(packed, max_nodes)
 
@@ -134,14 +138,14 @@ class Engine:
         prompt_rows = prepared.prompts.lengths[pack]
         failed = np.zeros(users.num_users, dtype=bool)
         scored = generated = None
-        if tree is not None:
-            assert users.candidates is not None
-            max_rows = self._config.engine.max_batch_tokens
-            scores = score_items(self._backend, context, self._index, tree, max_rows)
-            scored = _item_scores(users.candidates, scores)
-            rows += tree.rows_per_user
+        if candidates is not None:
+            scores, tree_rows = score_in_parts(
+                self._backend, context, self._index, candidates, max_rows
+            )
+            scored = _item_scores(candidates, scores)
+            rows += tree_rows
             failed[scored.user[~np.isfinite(scored.score)]] = True
-            naive += users.candidates.lengths * (prompt_rows + self._trie.depth)
+            naive += candidates.lengths * (prompt_rows + self._trie.depth)
         if self._config.task.generate is not None:
             generated, beams_failed, beam_rows_used = self._generate(
                 context, users, self._config.task.generate

@@ -56,6 +56,10 @@ class TorchContext:
         """B + nodes."""
         return self.num_prompts + self.num_nodes
 
+    def rewind(self, num_rows: int) -> None:
+        """Forget the nodes from row `num_rows` on; what comes next overwrites them."""
+        self.num_nodes = num_rows - self.num_prompts
+
     def reserve(self, nodes: int) -> None:
         """Make room for `nodes` more; only a caller that announced too few pays this copy."""
         needed = self.num_nodes + nodes

@@ -13,7 +13,7 @@ from engine.backend import PackedPrompts
 from engine.beam_search import beam_search
 from engine.device_trie import to_device
 from engine.exclusions import dead_nodes
-from engine.item_scoring import score_items
+from engine.item_scoring import score_in_parts, score_items
 from engine.sid_trie import build_trie
 from engine.token_tree import build_token_tree
 from schemas.requests import Ragged
@@ -100,6 +100,17 @@ def test_company_order_and_chunks_change_nothing(subject, seed):
     mixed = [list(reversed(s)) for s in case.sets]
     flipped = [part.flip(0) for part in case.score(sets=mixed).split([len(s) for s in mixed])]
     near(torch.cat(flipped), want, subject.same)
+
+
+@pytest.mark.parametrize("max_rows", [1, 7, 40])
+def test_candidate_sets_of_any_size_are_scored_in_parts_over_one_prefill(subject, max_rows):
+    case = Case(subject, 3)
+    candidates = Ragged.from_lists(case.sets)
+    context = case.backend.prefill(prompts_of(case.prompts, PREFIX), max_rows)
+    got, rows = score_in_parts(case.backend, context, case.index, candidates, max_rows)
+    near(got.cpu(), case.score(), subject.same)
+    assert context.num_rows <= len(case.prompts) + max(max_rows, case.trie.depth)
+    assert (rows >= build_token_tree(case.trie, candidates).rows_per_user).all()
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -95,7 +95,10 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
             continue
         contracts = {
             "users": users_contract(
-                config.prompt.parsed, by_segment=by_segment, eligibility=wanted_of_users
+                config.prompt.parsed,
+                by_segment=by_segment,
+                eligibility=wanted_of_users,
+                k_column=config.task.k_column,
             ),
             "catalog": catalog_contract(attributes(rule) if rule else ()),
             "exclusions": EXCLUSIONS,

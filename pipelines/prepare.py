@@ -28,6 +28,7 @@ from schemas.runs import RunPlan, Shard
 from schemas.tables import ID_TYPES, CandidateShape, candidate_shape, users_contract
 
 SHARD_SEED = 42
+K_COLUMN = "task.k"  # shard column with each user's k
 ELIGIBILITY = "eligibility."  # prefix of shard columns that the eligibility reads
 _ROW, _SHARD, _FILE = "__row", "__shard", "__file"
 
@@ -110,6 +111,8 @@ def _users_columns(plan: RunPlan) -> dict[str, str]:
     contract = users_contract(template, by_segment=_candidate_shape(plan) == "segment")
     names = [column.name for column in contract.columns]
     out = {name: kinds.get(name, "text") for name in names if name != "user_id"}
+    if plan.config.task.k_column is not None:
+        out[K_COLUMN] = "k"
     rule = plan.config.task.eligible
     if rule is not None:  # beside a text copy the prompt may want: these keep their type
         out |= {ELIGIBILITY + name: "as it is" for name in user_columns(rule)}
@@ -131,10 +134,9 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         frame = pl.scan_parquet(file.path, glob=False, hive_partitioning=False)
         schema = frame.collect_schema()
         chosen = [pl.col("user_id").cast(_id_dtype(plan.user_id_type))]
-        chosen += [
-            _column(n, kind, schema[n.removeprefix(ELIGIBILITY)], plan.item_id_type)
-            for n, kind in columns.items()
-        ]
+        for column, kind in columns.items():
+            source = _source(plan, column)
+            chosen.append(_column(column, source, kind, schema[source], plan.item_id_type))
         frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
     num_shards = plan.num_shards
 
@@ -155,9 +157,17 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
     frame.sink_parquet(target, mkdir=True, compression="lz4", engine="streaming")
 
 
-def _column(name: str, kind: str, found: pl.DataType, item_id_type: str) -> pl.Expr:
+def _source(plan: RunPlan, name: str) -> str:
+    """The users column behind a shard column."""
+    if name == K_COLUMN:
+        assert plan.config.task.k_column is not None, "a shard has a k only if it is configured"
+        return plan.config.task.k_column
+    return name.removeprefix(ELIGIBILITY)
+
+
+def _column(name: str, source: str, kind: str, found: pl.DataType, item_id_type: str) -> pl.Expr:
     """One input column in the type its shard column has."""
-    column = pl.col(name.removeprefix(ELIGIBILITY))
+    column = pl.col(source)
     if isinstance(found, pl.Array):
         column = column.arr.to_list()
     dtype = _shard_dtype(name, kind, found, _id_dtype(item_id_type))
@@ -221,6 +231,8 @@ def _shard_dtype(name: str, kind: str, found: pl.DataType, item: pl.DataType) ->
         return pl.List(item) if isinstance(found, (pl.List, pl.Array)) else item
     if kind == "text":
         return pl.String()
+    if kind == "k":
+        return pl.Int64()
     if kind == "as it is":
         if isinstance(found, (pl.Array, pl.List)):
             return pl.List(pl.String() if isinstance(found.inner, pl.Categorical) else found.inner)

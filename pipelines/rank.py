@@ -38,12 +38,12 @@ def rank_batch(
     catalog: Catalog,
     excluded: Ragged,
     *,
-    k: int,
+    k: Ints,
     collisions: CollisionPolicy,
     eligibility: Eligibility | None = None,
     quota: QuotaSettings | None = None,
 ) -> Ranked:
-    """Each user's top k.
+    """Each user's top `k` `[U]`.
 
     A list of scored candidates is always exact: every candidate was scored. A list with generated
     items is exact when its k-th score beats every prefix the beam search dropped, or when it
@@ -67,7 +67,7 @@ def rank_batch(
         user, item, score, source = user[keep], item[keep], score[keep], source[keep]
     starts = np.searchsorted(user, np.arange(result.num_users))
     rank = np.arange(len(user)) - starts[user] + 1
-    top = rank <= k
+    top = rank <= k[user]
     exact = _certified(result, user[top], score[top], rank[top], k)
     return Ranked(
         user=user[top],
@@ -140,12 +140,12 @@ def _preferred(
 
 
 def _certified(
-    result: BatchResult, user: Ints, score: NDArray[np.float32], rank: Ints, k: int
+    result: BatchResult, user: Ints, score: NDArray[np.float32], rank: Ints, k: Ints
 ) -> NDArray[np.bool_]:
     if result.generated is None:
         return np.ones(result.num_users, dtype=bool)
     kth = np.full(result.num_users, -np.inf, dtype=np.float32)
-    last = rank == k
+    last = rank == k[user]
     kth[user[last]] = score[last]
     pruned = result.generated.pruned
     # Strictly above: at equality a dropped prefix could still hold an item of the same score.

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from pipelines import files
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
-from pipelines.prepare import ELIGIBILITY, candidate_sets_path
+from pipelines.prepare import ELIGIBILITY, K_COLUMN, candidate_sets_path
 from pipelines.validate import QuarantinedRow, UserCheck, ragged
 from schemas.eligibility import Expression, user_columns
-from schemas.requests import Eligibility, Ragged, UserBatch
+from schemas.requests import Eligibility, Ints, Ragged, UserBatch
 from schemas.runs import Counts, RunPlan, Shard
 
 
@@ -32,6 +32,7 @@ class ShardInput:
 
     users: UserBatch
     user_ids: pa.Array
+    k: Ints  # [U] items wanted
     quarantined: list[QuarantinedRow]
     counts: Counts
 
@@ -63,9 +64,18 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog) -> ShardInput:
     return ShardInput(
         users=users,
         user_ids=kept.column("user_id").combine_chunks(),
+        k=_wanted(plan, kept),
         quarantined=quarantined + more,
         counts=counts + item_counts,
     )
+
+
+def _wanted(plan: RunPlan, table: pa.Table) -> Ints:
+    """k of each user `[U]`."""
+    if K_COLUMN not in table.column_names:
+        return np.full(len(table), plan.config.task.k, dtype=np.int64)
+    wanted: Ints = pc.fill_null(table.column(K_COLUMN), plan.config.task.k).to_numpy()
+    return wanted
 
 
 def _list_total(table: pa.Table) -> int:

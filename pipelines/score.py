@@ -72,7 +72,7 @@ def score_shard(
             result,
             catalog,
             Ragged.empty(len(pack)) if excluded is None else excluded.take(pack),
-            k=task.k,
+            k=shard.k[pack],
             collisions=task.collisions,
             quota=task.quota,
             eligibility=shard.users.eligibility.take(pack) if shard.users.eligibility else None,

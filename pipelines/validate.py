@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.prepare import ELIGIBILITY
+from pipelines.prepare import ELIGIBILITY, K_COLUMN
 from schemas.requests import Ints, Ragged
 from schemas.runs import RunPlan
 
@@ -71,6 +71,11 @@ class UserCheck:
                     _mask(self._table.column(name).is_null()),
                     f"column {name.removeprefix(ELIGIBILITY)!r} is null; task.eligibility needs it",
                 )
+        if K_COLUMN in self._table.column_names:
+            most = self._plan.config.task.k
+            k = pc.fill_null(self._table.column(K_COLUMN), most).to_numpy()
+            message = f"{self._plan.config.task.k_column} must be 1 to {most}"
+            self._reject("k_out_of_range", (k < 1) | (k > most), message, K_COLUMN)
         if vector_rows is not None and values is not None:
             self.vectors = np.ascontiguousarray(values[self.ok[vector_rows]], dtype=np.float32)
 

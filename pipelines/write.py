@@ -65,7 +65,7 @@ def outcome_rows(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> pa.Ta
 def _reasons(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> np.ndarray:
     """Why a user got fewer than k items; None where it got k."""
     reason = np.full(len(scores.returned), None, dtype=object)
-    short = scores.returned < plan.config.task.k
+    short = scores.returned < shard.k
     if plan.config.task.generate is not None:
         reason[short & scores.exact] = "catalog_exhausted"
         reason[short & ~scores.exact] = "beam_exhausted"

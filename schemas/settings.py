@@ -129,6 +129,9 @@ class TaskSettings(_Section):
     """What to compute for each user. Give `score: {}`, `generate: {}` or both."""
 
     k: Positive = Field(20, description="Recommendations per user")
+    k_column: str | None = Field(
+        None, description="Users column with this user's k, 1 to task.k; null there means task.k"
+    )
     score_norm: ScoreNorm = Field("full_vocab", description="What p is a softmax over")
     collisions: CollisionPolicy = Field("all", description="Items kept of those that share one SID")
     quota: QuotaSettings | None = Field(None, description="Most items alike in one list")

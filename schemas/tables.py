@@ -82,6 +82,7 @@ ATTRIBUTE = Kind(
 )
 TEXT = Kind("string", _is_text)
 NUMBER = Kind("number", _is_number)
+INTEGER = Kind("integer", pt.is_integer)
 SID = Kind(
     "list of codes, list of token strings, or one string '<a_1><b_2>'",
     lambda dtype: _is_text(dtype) or _list_of(lambda t: pt.is_integer(t) or _is_text(t))(dtype),
@@ -139,11 +140,15 @@ class TableContract:
 
 
 def users_contract(
-    template: PromptTemplate, *, by_segment: bool = False, eligibility: tuple[str, ...] = ()
+    template: PromptTemplate,
+    *,
+    by_segment: bool = False,
+    eligibility: tuple[str, ...] = (),
+    k_column: str | None = None,
 ) -> TableContract:
     """The users table, as far as a run reads it.
 
-    That is: the template, candidate sets by segment, and the users columns of the eligibility.
+    That is: the template, candidate sets by segment, the users columns of the eligibility, and k.
     """
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
@@ -161,6 +166,8 @@ def users_contract(
         columns.append(Column("segment", SCALAR))
     named = {column.name for column in columns}
     columns += [Column(name, ATTRIBUTE) for name in eligibility if name not in named]
+    if k_column is not None:
+        columns.append(Column(k_column, INTEGER))
     return TableContract("users", tuple(columns))
 
 

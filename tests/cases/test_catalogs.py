@@ -149,6 +149,7 @@ def test_everything_that_decides_a_result_is_in_the_manifest(nightshelf, tmp_pat
         "k": 4,
         "score_norm": "level",
         "collisions": "first",
+        "k_column": None,
         "quota": None,
         "eligibility": None,
         "score": {},

@@ -164,6 +164,32 @@ def test_every_shape_of_candidates_gives_the_scores_of_the_wide_one(nightshelf, 
     assert summary["candidates_in"] == 12 * len(users)
 
 
+def test_each_user_may_have_a_k_of_its_own(nightshelf, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = write_inputs(tmp_path)
+    wanted = [None, 1, 2, 5, 6, 0] + [3] * 34
+    users = tables["users"].append_column("slots", pa.array(wanted))
+    pq.write_table(users, tmp_path / "users.parquet")
+    config = write_config(tmp_path)
+    nightshelf("run", config)
+    full = published(tmp_path)
+    summary = nightshelf("run", config, "--set", "task.k_column=slots", "--output", "json").json
+    rows = published(tmp_path)
+    names = tables["users"].column("user_id").to_pylist()
+    lengths = dict(rows.group_by("user_id").len().iter_rows())
+    got = [lengths.get(name) for name in names]
+    assert got == [5, 1, 2, 5, None, None] + [3] * 34
+    assert summary["users_quarantined"] == 2
+    assert (
+        "rule k_out_of_range: slots must be 1 to 5"
+        in nightshelf("show", config, "--set", "task.k_column=slots", "--user", names[4]).out
+    )
+    joined = rows.join(full, on=["user_id", "rank"], how="left")
+    assert (joined["item_id"] == joined["item_id_right"]).all(), "a shorter list is its beginning"
+
+
 def test_a_second_run_of_the_same_partition_waits_its_turn(nightshelf, tmp_path):
     from filelock import FileLock
 

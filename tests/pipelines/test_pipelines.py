@@ -224,7 +224,11 @@ def result(scored=(), beams=(), *, users=1, pruned=-np.inf, failed=()):
 
 def ranked(res, *, k=10, collisions="all", excluded=None):
     out = rank_batch(
-        res, small_catalog(), excluded or Ragged.empty(res.num_users), k=k, collisions=collisions
+        res,
+        small_catalog(),
+        excluded or Ragged.empty(res.num_users),
+        k=np.full(res.num_users, k),
+        collisions=collisions,
     )
     return list(zip(out.user.tolist(), out.rank.tolist(), out.item.tolist(), strict=True)), out
 

@@ -140,6 +140,36 @@ def rows_per_prompt(index: DeviceTrie, widths: tuple[int, ...]) -> int:
     return total
 
 
+def most_slots(index: DeviceTrie, widths: tuple[int, ...]) -> int:
+    """M of the widest step, known before it starts: what one prompt's search takes in memory."""
+    most, width = 1, 1
+    for depth in range(index.trie.depth):
+        slots = index.trie.most_children(depth, width)
+        most = max(most, slots)
+        if not index.trie.inner_nodes_at[depth + 1]:
+            break
+        width = min(widths[depth], int(index.trie.inner_nodes_at[depth + 1]), slots)
+    return most
+
+
+def join_beams(parts: list[Beams]) -> Beams:
+    """The answers of searches over parts of the prompts, as one."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    return Beams(
+        joined("sid"),
+        joined("score"),
+        joined("pruned"),
+        joined("legal_mass"),
+        joined("failed"),
+        parts[0].rows,
+    )
+
+
 def _nodes_at(index: DeviceTrie, depth: int) -> int:
     return int(index.trie.level_start[depth + 1] - index.trie.level_start[depth])
 

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from engine.backend import Backend, Context
-from engine.beam_search import Beams, SegmentMask, beam_search, rows_per_prompt
+from engine.beam_search import (
+    Beams,
+    SegmentMask,
+    beam_search,
+    join_beams,
+    most_slots,
+    rows_per_prompt,
+)
 from engine.device_trie import to_device
 from engine.exclusions import EligibleTrie, dead_nodes
 from engine.item_scoring import score_in_parts
@@ -38,6 +45,8 @@ from schemas.requests import (
     UserBatch,
 )
 from schemas.settings import GenerateSettings, RunConfig
+
+_MAX_SLOTS = 1 << 24  # child slots of the beams that step together; bounds a step's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,17 +223,21 @@ class Engine:
 
         def search(rows: Ints, widths: tuple[int, ...]) -> Beams:
             prompts = torch.from_numpy(rows).to(device)
-            k = min(self._config.task.k, self._trie.num_sids)
-            return beam_search(
-                self._backend,
-                context,
-                self._index,
-                prompts=prompts,
-                widths=widths,
-                k=k,
-                dead=dead,
-                segments=segments,
-            )
+            some = max(1, _MAX_SLOTS // most_slots(self._index, widths))
+            parts = [
+                beam_search(
+                    self._backend,
+                    context,
+                    self._index,
+                    prompts=part,
+                    widths=widths,
+                    k=min(self._config.task.k, self._trie.num_sids),
+                    dead=dead,
+                    segments=segments,
+                )
+                for part in (prompts[at : at + some] for at in range(0, len(prompts), some))
+            ]
+            return join_beams(parts)
 
         widths = self._widths
         beams = search(everyone, widths)

@@ -164,6 +164,17 @@ def test_every_shape_of_candidates_gives_the_scores_of_the_wide_one(nightshelf, 
     assert summary["candidates_in"] == 12 * len(users)
 
 
+def test_beams_that_step_in_parts_give_the_same_rows(nightshelf, tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, task={"k": 5, "generate": {"width": 3, "exact": True}})
+    nightshelf("run", config)
+    want = published(tmp_path)
+    assert want["exact"].all()
+    monkeypatch.setattr("engine.worker._MAX_SLOTS", 50)
+    nightshelf("run", config, "--set", f"run.work_dir={tmp_path / 'other'}")
+    assert_frame_equal(published(tmp_path).drop("run_id"), want.drop("run_id"))
+
+
 def test_each_user_may_have_a_k_of_its_own(nightshelf, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

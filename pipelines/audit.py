@@ -15,6 +15,7 @@ from pipelines.eligibility import eligible_items
 from pipelines.prepare import catalog_dir, shards_of
 from pipelines.read import eligibility_columns
 from schemas.runs import AuditReport, Counts, GateResult, RunPlan, Shard, ShardReceipt
+from schemas.tables import EXCLUDED_LIST
 
 
 def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
@@ -96,8 +97,10 @@ def _row_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateResult]:
     for receipt in receipts:
         staged = receipt.files["recommendations"]
         rows = pl.read_parquet(files.join(plan.run_dir, staged.path))
-        shard = pl.read_parquet(shards[receipt.shard].path, columns=["user_id", "excluded"])
-        excluded = shard.explode("excluded").drop_nulls().rename({"excluded": "item_id"}).unique()
+        shard = pl.read_parquet(shards[receipt.shard].path, columns=["user_id", EXCLUDED_LIST])
+        excluded = (
+            shard.explode(EXCLUDED_LIST).drop_nulls().rename({EXCLUDED_LIST: "item_id"}).unique()
+        )
         bad["rows"] += abs(len(rows) - receipt.counts.rows_staged)
         bad["duplicates"] += len(rows) - rows.select("user_id", "item_id").n_unique()
         bad["ranks"] += rows.filter(

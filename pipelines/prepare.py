@@ -25,11 +25,20 @@ from pipelines import files
 from pipelines.catalog import is_saved, read_catalog
 from schemas.eligibility import attributes, user_columns
 from schemas.runs import RunPlan, Shard
-from schemas.tables import ID_TYPES, CandidateShape, candidate_shape, users_contract
+from schemas.tables import (
+    CANDIDATE_LIST,
+    DUPLICATE,
+    ELIGIBILITY,
+    EXCLUDED_LIST,
+    FILE,
+    ID_TYPES,
+    K_COLUMN,
+    CandidateShape,
+    candidate_shape,
+    users_contract,
+)
 
 SHARD_SEED = 42
-K_COLUMN = "task.k"  # shard column with each user's k
-ELIGIBILITY = "eligibility."  # prefix of shard columns that the eligibility reads
 _ROW, _SHARD, _FILE = "__row", "__shard", "__file"
 
 
@@ -185,8 +194,8 @@ def _spilled(spill: Path, name: str, shard: Shard) -> pl.DataFrame | None:
 def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard: Shard) -> pa.Table:
     """One shard: users sorted by id, each with its candidates and exclusions.
 
-    A user that stands twice keeps both rows, the later one marked `duplicate` and without lists.
-    Candidates of users that are not in the users table come as rows without a `file`.
+    A user that stands twice keeps both rows, the later one marked and without lists. Candidates of
+    users that are not in the users table come as rows without a file.
     """
     item = _id_dtype(plan.item_id_type)
     columns = _users_columns(plan)
@@ -201,28 +210,30 @@ def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard:
             }
         )
     users = users.sort("user_id", _ROW, nulls_last=True).with_columns(
-        (pl.int_range(pl.len()).over("user_id") > 0).alias("duplicate")
+        (pl.int_range(pl.len()).over("user_id") > 0).alias(DUPLICATE)
         & pl.col("user_id").is_not_null()
     )
-    users = users.rename({_FILE: "file"})
+    users = users.rename({_FILE: FILE})
     candidates = _lists(_spilled(spill, "candidates", shard), shape)
     if candidates is not None:
-        users = users.with_columns(pl.col("duplicate").not_().alias("__first"))
+        users = users.with_columns(pl.col(DUPLICATE).not_().alias("__first"))
         candidates = candidates.with_columns(pl.lit(value=True).alias("__first"))
         users = users.join(
             candidates, on=["user_id", "__first"], how="full", coalesce=True, nulls_equal=False
         )
-        users = users.with_columns(pl.col("duplicate").fill_null(value=False)).drop("__first")
+        users = users.with_columns(pl.col(DUPLICATE).fill_null(value=False)).drop("__first")
     else:
-        users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias("candidates"))
+        users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias(CANDIDATE_LIST))
     excluded = _lists(_spilled(spill, "exclusions", shard), "long")
     if excluded is not None:
-        users = users.join(excluded.rename({"candidates": "excluded"}), on="user_id", how="left")
+        users = users.join(
+            excluded.rename({CANDIDATE_LIST: EXCLUDED_LIST}), on="user_id", how="left"
+        )
     else:
-        users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias("excluded"))
+        users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias(EXCLUDED_LIST))
     users = users.sort("user_id", _ROW, nulls_last=True).drop(_ROW)
     return _to_arrow(
-        plan, users.select("user_id", "file", "duplicate", *columns, "candidates", "excluded")
+        plan, users.select("user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST)
     )
 
 
@@ -248,7 +259,7 @@ def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataF
     frame = frame.sort(_ROW)
     if shape == "wide":
         frame = frame.explode(column, empty_as_null=False, keep_nulls=False)
-    return frame.group_by("user_id", maintain_order=True).agg(pl.col(column).alias("candidates"))
+    return frame.group_by("user_id", maintain_order=True).agg(pl.col(column).alias(CANDIDATE_LIST))
 
 
 def _to_arrow(plan: RunPlan, users: pl.DataFrame) -> pa.Table:

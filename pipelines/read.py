@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from pipelines import files
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
-from pipelines.prepare import ELIGIBILITY, K_COLUMN, candidate_sets_path
+from pipelines.prepare import candidate_sets_path
 from pipelines.validate import QuarantinedRow, UserCheck, ragged
 from schemas.eligibility import Expression, user_columns
 from schemas.requests import Eligibility, Ints, Ragged, UserBatch
 from schemas.runs import Counts, RunPlan, Shard
+from schemas.tables import CANDIDATE_LIST, ELIGIBILITY, EXCLUDED_LIST, FILE, K_COLUMN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog) -> ShardInput:
         StorageError: the shard file is missing or damaged.
     """
     table = files.read_parquet(shard.path)
-    is_user = table.column("file").is_valid().to_numpy()
+    is_user = table.column(FILE).is_valid().to_numpy()
     strays = table.filter(pa.array(~is_user))
     table = table.filter(pa.array(is_user))
     check = UserCheck(table, plan)
@@ -79,12 +80,12 @@ def _wanted(plan: RunPlan, table: pa.Table) -> Ints:
 
 
 def _list_total(table: pa.Table) -> int:
-    total = pc.sum(pc.list_value_length(table.column("candidates"))).as_py()
+    total = pc.sum(pc.list_value_length(table.column(CANDIDATE_LIST))).as_py()
     return int(total or 0)
 
 
 def _stray_candidates(strays: pa.Table) -> list[QuarantinedRow]:
-    lengths = pc.fill_null(pc.list_value_length(strays.column("candidates")), 0).to_pylist()
+    lengths = pc.fill_null(pc.list_value_length(strays.column(CANDIDATE_LIST)), 0).to_pylist()
     return [
         QuarantinedRow(
             table="candidates",
@@ -118,7 +119,7 @@ def _to_batch(
         counts = Counts(unknown_history_items=unknown)
     if template.uses("user_sid"):
         user_sids = ragged(table.column("user_sid").combine_chunks())
-    excluded, _ = _positions(table.column("excluded").combine_chunks(), catalog)
+    excluded, _ = _positions(table.column(EXCLUDED_LIST).combine_chunks(), catalog)
     excluded = excluded.keep(excluded.values >= 0)
     eligibility = _eligibility(plan, table, catalog)
     candidates: Ragged | None = None
@@ -159,7 +160,8 @@ def eligibility_columns(rule: Expression, shard: pa.Table) -> pa.Table:
 
 
 def _texts(column: pa.ChunkedArray, null_text: str | None) -> list[str]:
-    filled = column if null_text is None else pc.fill_null(column, null_text)
+    filled = column.cast(pa.string())  # a user_id may be a number
+    filled = filled if null_text is None else pc.fill_null(filled, null_text)
     texts: list[str] = filled.to_pylist()
     return texts
 
@@ -170,7 +172,7 @@ def _candidates(
     """Each user's candidates: its own, its segment's, or the shared set."""
     path = candidate_sets_path(plan)
     if not files.exists(path):
-        found, ids = _positions(table.column("candidates").combine_chunks(), catalog)
+        found, ids = _positions(table.column(CANDIDATE_LIST).combine_chunks(), catalog)
         return found, ids, Counts()
     sets = files.read_parquet(path)
     segments = sets.column("segment").combine_chunks()

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.prepare import ELIGIBILITY, K_COLUMN
 from schemas.requests import Ints, Ragged
 from schemas.runs import RunPlan
+from schemas.tables import DUPLICATE, ELIGIBILITY, FILE, K_COLUMN
 
 _PAYLOAD_VALUES = 16
 
@@ -49,7 +49,7 @@ class UserCheck:
         )
         self._reject(
             "duplicate_user",
-            _mask(self._table.column("duplicate")),
+            _mask(self._table.column(DUPLICATE)),
             "the user stands more than once; the first row is used",
         )
         vector_rows = values = None
@@ -92,7 +92,7 @@ class UserCheck:
             rule=rule,
             message=message,
             payload=_payload(column, self._table.column(column)[row].as_py()) if column else {},
-            file=self._table.column("file")[row].as_py(),
+            file=self._table.column(FILE)[row].as_py(),
         )
 
     def _check_vectors(self) -> tuple[Ints, NDArray[np.float32]]:

@@ -223,19 +223,14 @@ def id_type(dtype: pa.DataType) -> IdType:
     return "string" if _is_text(dtype) else "int64"
 
 
-def shard_schema(user_id: IdType, item_id: IdType, columns: pa.Schema) -> pa.Schema:
-    """A prepared shard: the users columns plus the lists that belong to each user."""
-    items = pa.list_(ID_TYPES[item_id])
-    return pa.schema(
-        [
-            pa.field("user_id", ID_TYPES[user_id]),
-            pa.field("file", pa.string()),
-            pa.field("duplicate", pa.bool_()),
-            *(columns.field(n) for n in columns.names if n != "user_id"),
-            pa.field("candidates", items),
-            pa.field("excluded", items),
-        ]
-    )
+# Columns that a prepared shard has besides those of the users table. The dot keeps them apart from
+# any column a template can name.
+FILE = "shard.file"  # where the row came from; null: candidates of a user that is not in users
+DUPLICATE = "shard.duplicate"  # the user stood before
+CANDIDATE_LIST = "shard.candidates"
+EXCLUDED_LIST = "shard.excluded"
+K_COLUMN = "shard.k"
+ELIGIBILITY = "eligibility."  # prefix of what task.eligibility reads, in its own type
 
 
 def recommendations_schema(user_id: IdType, item_id: IdType) -> pa.Schema:

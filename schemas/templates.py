@@ -90,6 +90,12 @@ def parse_template(source: str) -> PromptTemplate:
 
 def _slot(inside: str, source: str) -> Segment:
     kind, colon, column = inside.partition(":")
+    if colon and kind == "text" and column in ("embedding", "history", "user_sid"):
+        raise ConfigError(
+            f"prompt.template reads column {column!r} as text",
+            expected="{user_vector}, {history} or {user_sid}, or a column of text",
+            got=f"{{{inside}}}",
+        )
     if colon and kind == "text" and _NAME.fullmatch(column):
         return Segment("text", column=column)
     if not colon and inside == "user_vector":
@@ -98,6 +104,8 @@ def _slot(inside: str, source: str) -> Segment:
         return Segment("history", column="history")
     if not colon and inside == "user_sid":
         return Segment("user_sid", column="user_sid")
+    if not colon and inside == "embedding":
+        return _slot("text:embedding", source)  # refused: it is written {user_vector}
     if not colon and _NAME.fullmatch(inside):
         return Segment("text", column=inside)
     raise ConfigError(

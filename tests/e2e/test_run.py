@@ -175,6 +175,21 @@ def test_beams_that_step_in_parts_give_the_same_rows(nightshelf, tmp_path, monke
     assert_frame_equal(published(tmp_path).drop("run_id"), want.drop("run_id"))
 
 
+@pytest.mark.parametrize("int_ids", [False, True], ids=["string ids", "int64 ids"])
+def test_any_column_may_be_named_in_the_template(nightshelf, tmp_path, int_ids):
+    """Ids, and names that the run's own files use for other things."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    users = write_inputs(tmp_path, int_ids=int_ids)["users"]
+    for name in ("file", "duplicate", "candidates", "excluded", "k", "rank"):
+        users = users.append_column(name, pa.array([f"{name} of {i}" for i in range(40)]))
+    pq.write_table(users, tmp_path / "users.parquet")
+    template = "{user_id}{file}{duplicate}{candidates}{excluded}{k}{text:rank}{user_vector}"
+    config = write_config(tmp_path, prompt__template=template, task__k_column=None)
+    assert nightshelf("run", config, "--output", "json").json["users_recommended"] == 40
+
+
 def test_each_user_may_have_a_k_of_its_own(nightshelf, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -19,6 +19,7 @@ from pipelines.run_shard import load_receipt
 from schemas.config_file import load_config
 from schemas.errors import CatalogError, StorageError, TableError
 from schemas.requests import BatchResult, ItemScores, Ragged, SidBeams
+from schemas.tables import EXCLUDED_LIST
 from tests.factories import random_codes, sid_space, write_config, write_inputs
 
 # What Spark 4.3.0 answers to `select xxhash64(user_id), pmod(xxhash64(user_id), 7)`.
@@ -345,7 +346,7 @@ def test_an_excluded_item_is_seen(finished):
     plan, receipts = finished
     shard = pl.read_parquet(Path(plan.run_dir) / "shards" / "shard-00002.parquet")
     user, items = (
-        shard.filter(pl.col("excluded").list.len() > 0).select("user_id", "excluded").row(0)
+        shard.filter(pl.col(EXCLUDED_LIST).list.len() > 0).select("user_id", EXCLUDED_LIST).row(0)
     )
 
     def change(table):

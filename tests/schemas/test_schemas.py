@@ -122,7 +122,20 @@ def test_templates_are_cut_into_segments():
     assert template.columns == ("segment", "bio")
 
 
-@pytest.mark.parametrize("bad", ["", "{", "}", "{a b}", "{text:}", "{x:y}", "{history}{history}"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "",
+        "{",
+        "}",
+        "{a b}",
+        "{text:}",
+        "{x:y}",
+        "{history}{history}",
+        "{text:history}",
+        "{embedding}",
+    ],
+)
 def test_templates_that_cannot_be_read_are_refused(bad):
     with pytest.raises(errors.ConfigError, match=r"prompt\.template"):
         parse_template(bad)

@@ -163,7 +163,16 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         .with_columns(shard.alias(_SHARD))
     )
     target = pl.PartitionBy(str(spill / name), key=_SHARD, include_key=False)
-    frame.sink_parquet(target, mkdir=True, compression="lz4", engine="streaming")
+    # One row group per shard is open while the table streams: the more shards, the smaller the groups,
+    # so that memory stays flat. Rows with lists are large; those of a long table are not.
+    listed = any(isinstance(dtype, pl.List) for dtype in frame.collect_schema().dtypes())
+    frame.sink_parquet(
+        target,
+        mkdir=True,
+        compression="lz4",
+        engine="streaming",
+        row_group_size=max(64, (50_000 if listed else 1_600_000) // num_shards),
+    )
 
 
 def _source(plan: RunPlan, name: str) -> str:

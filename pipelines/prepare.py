@@ -163,8 +163,8 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         .with_columns(shard.alias(_SHARD))
     )
     target = pl.PartitionBy(str(spill / name), key=_SHARD, include_key=False)
-    # One row group per shard is open while the table streams: the more shards, the smaller the groups,
-    # so that memory stays flat. Rows with lists are large; those of a long table are not.
+    # One row group per shard is open while the table streams: the more shards, the smaller the
+    # groups, so that memory stays flat. Rows with lists are large; those of a long table are not.
     listed = any(isinstance(dtype, pl.List) for dtype in frame.collect_schema().dtypes())
     frame.sink_parquet(
         target,

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from engine.torch_backend import TorchBackend
 from tests.factories import tiny_model
 
 torch.set_num_threads(1)  # tests run side by side
+settings.register_profile("any machine", deadline=None)  # time never decides a test
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: Any) -> None:

@@ -185,11 +185,11 @@ def test_a_wedged_worker_is_ended_by_its_deadline(nightshelf_process, tmp_path, 
         engine__backend=BACKEND,
         prompt__template="{text:mood}{history}{user_vector}",
         run__workers=1,
-        run__shard_timeout_s=3,
+        run__shard_timeout_s=6,
     )
     (trouble / "wedge").touch()
     done = nightshelf_process("run", config)
-    assert "reported nothing for 3 s" in done.err
+    assert "reported nothing for 6 s" in done.err
     assert published(tmp_path)["user_id"].n_unique() == 10
 
 

@@ -33,7 +33,7 @@ from engine.sid_trie import SidTrie
 from engine.token_tree import tree_rows
 from engine.tokenizer import bind_space, load_tokenizer
 from engine.user_projector import UserProjector, load_projector
-from schemas.errors import EngineError
+from schemas.errors import EngineError, NightshelfError
 from schemas.requests import (
     BatchResult,
     Eligibility,
@@ -298,9 +298,24 @@ def _item_scores(candidates: Ragged, scores: Tensor) -> ItemScores:
 
 @contextmanager
 def open_engine(config: RunConfig, trie: SidTrie) -> Iterator[Engine]:
-    """Start the configured backend and build the engine over it; the device is freed at the end."""
-    backend = create_backend(config.engine)
+    """Start the configured backend and build the engine over it; the device is freed at the end.
+
+    Raises:
+        EngineError: whatever kept it from starting, a device out of memory included.
+    """
     try:
-        yield Engine(config, trie, backend)
+        backend = create_backend(config.engine)
+        engine = Engine(config, trie, backend)
+    except NightshelfError:
+        raise
+    except Exception as err:  # of any of the libraries below; a worker must not end in a traceback
+        raise EngineError(
+            "the engine cannot start",
+            got=f"{type(err).__name__}: {err}",
+            where=f"backend {config.engine.backend}, model {config.engine.model}",
+            do="Out of memory: use a smaller model or dtype, or fewer workers on the device.",
+        ) from err
+    try:
+        yield engine
     finally:
-        backend.close()
+        engine.close()

@@ -60,7 +60,7 @@ def guard(body: Callable[[], None], output: Output, debug: bool) -> None:
     except KeyboardInterrupt:
         message = "interrupted; run the same command again to continue"
         _leave(output, message, 130, {"kind": "interrupted", "exit_code": 130, "message": message})
-    except Exception as err:
+    except Exception as err:  # the last resort: a user gets words, and --debug the trace
         if debug:
             traceback.print_exc()
         message = f"unexpected {type(err).__name__}: {err}. Run with --debug for the stack trace"

@@ -20,7 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from numpy.typing import NDArray
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-from schemas.errors import StorageError, TableError, quoted
+from schemas.errors import NightshelfError, StorageError, TableError, quoted
 from schemas.runs import InputFile
 
 _CHUNK = 1 << 22
@@ -29,7 +29,7 @@ _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirecto
 
 def _may_pass(error: BaseException) -> bool:
     """A busy store or a dropped connection may pass; a missing file or a full disk will not."""
-    if isinstance(error, StorageError):
+    if isinstance(error, NightshelfError):  # ours are raised from what happened
         return error.__cause__ is not None and _may_pass(error.__cause__)
     return (
         isinstance(error, OSError)

@@ -210,7 +210,9 @@ def _check_writable(config: RunConfig) -> None:
 
 
 def _hash_config(config: RunConfig) -> str:
-    """Everything in the configuration but how it is launched, which cannot change a row."""
+    """Everything in the configuration that decides the rows: not how it is launched, and not how
+    users are batched, which changes no item and no score beyond the stated tolerance.
+    """
     kept = config.model_dump(mode="json")
     del kept["audit"]
     for section, names in (("run", _LAUNCH_ONLY), ("engine", _BATCH_ONLY)):

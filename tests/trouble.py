@@ -76,3 +76,8 @@ class TroubleBackend(FakeBackend):
 def trouble_backend(settings: EngineSettings) -> TroubleBackend:
     """`engine.backend: tests.trouble:trouble_backend`."""
     return TroubleBackend(settings.seed)
+
+
+def no_memory_backend(settings: EngineSettings) -> FakeBackend:
+    """Cannot start: `engine.backend: tests.trouble:no_memory_backend`."""
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")

@@ -26,8 +26,7 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
 
     Raises:
         EngineError: no checkpoint, no safetensors, an architecture this transformers cannot load,
-        missing
-            weights, or a model whose attention is not the plain causal one we compute.
+            missing weights, or a model whose attention is not the plain causal one we compute.
     """
     path = Path(folder)
     if not (path / "config.json").is_file():

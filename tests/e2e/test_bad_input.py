@@ -289,6 +289,16 @@ def test_a_model_that_cannot_be_used_ends_with_5(nightshelf, tmp_path, spoil, me
     assert message in nightshelf("run", config, check=5).err
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_engine_that_cannot_start_says_so_without_a_trace(nightshelf_process, tmp_path, workers):
+    write_inputs(tmp_path)
+    config = write_config(
+        tmp_path, engine__backend="tests.trouble:no_memory_backend", run__workers=workers
+    )
+    err = nightshelf_process("run", config, check=5).err
+    assert "the engine cannot start: got RuntimeError: CUDA out of memory" in err
+
+
 def test_a_model_folder_that_is_not_there_is_named(nightshelf, tmp_path):
     write_inputs(tmp_path)
     config = write_config(

@@ -13,6 +13,7 @@ takes SIDs of different lengths, and never materialises a mask over the vocabula
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -135,11 +136,14 @@ class SidTrie:
         return cls(**arrays)
 
 
-def build_trie(codes: NDArray[np.int32]) -> SidTrie:
+def build_trie(
+    codes: NDArray[np.int32], name: Callable[[int], str] = "catalog row {}".format
+) -> SidTrie:
     """Build the trie of a catalog.
 
     Args:
         codes: `[N, L]` codes of each item's SID; -1 fills the end of shorter ones.
+        name: what to call the item of a row in a message.
 
     Raises:
         CatalogError: no items, an empty SID, a hole inside one, or one SID that is a prefix of
@@ -148,7 +152,7 @@ def build_trie(codes: NDArray[np.int32]) -> SidTrie:
     num_items, depth = codes.shape
     if num_items == 0:
         raise CatalogError("the catalog is empty", expected="at least one item with a semantic ID")
-    _check_shape(codes)
+    _check_shape(codes, name)
     order = np.lexsort(codes.T[::-1]).astype(np.int64)  # stable: catalog order inside a SID
     ordered = codes[order]
     new = np.ones(num_items, dtype=bool)
@@ -181,7 +185,7 @@ def build_trie(codes: NDArray[np.int32]) -> SidTrie:
     first_child = np.ones(num_nodes + 1, dtype=np.int64)
     np.cumsum(children, out=first_child[1:])
     first_child[1:] += 1
-    _check_prefixes(children, node_of_sid, distinct, order, sid_of_ordered)
+    _check_prefixes(children, node_of_sid, distinct, order, sid_of_ordered, name)
 
     sid_of_node = np.full(num_nodes, -1, dtype=np.int32)
     sid_of_node[node_of_sid] = np.arange(num_sids)
@@ -200,16 +204,14 @@ def build_trie(codes: NDArray[np.int32]) -> SidTrie:
     )
 
 
-def _check_shape(codes: NDArray[np.int32]) -> None:
+def _check_shape(codes: NDArray[np.int32], name: Callable[[int], str]) -> None:
     live = codes >= 0
     empty = np.flatnonzero(~live[:, 0])
     if len(empty):
-        raise CatalogError("an item has an empty semantic ID", got=f"catalog row {int(empty[0])}")
+        raise CatalogError("an item has an empty semantic ID", got=name(int(empty[0])))
     holes = np.flatnonzero((live[:, 1:] & ~live[:, :-1]).any(axis=1))
     if len(holes):
-        raise CatalogError(
-            "a semantic ID has a code after its end", got=f"catalog row {int(holes[0])}"
-        )
+        raise CatalogError("a semantic ID has a code after its end", got=name(int(holes[0])))
 
 
 def _check_prefixes(
@@ -218,6 +220,7 @@ def _check_prefixes(
     distinct: NDArray[np.int32],
     order: Int64s,
     sid_of_ordered: Int64s,
+    name: Callable[[int], str],
 ) -> None:
     bad = np.flatnonzero(children[node_of_sid] > 0)
     if not len(bad):
@@ -229,7 +232,7 @@ def _check_prefixes(
     raise CatalogError(
         "a semantic ID is a prefix of another, so generation could never tell them apart",
         expected="no SID to be a prefix of another",
-        got=f"{distinct[sid, :length].tolist()} (catalog row {row}) before "
-        f"{distinct[sid + 1][distinct[sid + 1] >= 0].tolist()} (catalog row {longer}); "
+        got=f"{distinct[sid, :length].tolist()} ({name(row)}) before "
+        f"{distinct[sid + 1][distinct[sid + 1] >= 0].tolist()} ({name(longer)}); "
         f"{len(bad)} such SIDs",
     )

@@ -91,7 +91,9 @@ def _print_problems(report: CatalogReport, console: Console) -> None:
     if not report.problems:
         console.print("no problems")
         return
-    table = Table(title=f"{len(report.problems)} problems", title_justify="left", show_lines=True)
+    count = len(report.problems)
+    title = f"{count} problem{'' if count == 1 else 's'}"
+    table = Table(title=title, title_justify="left", show_lines=True)
     table.add_column("rule")
     table.add_column("count", justify="right")
     table.add_column("what, and examples", overflow="fold")

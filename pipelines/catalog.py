@@ -127,10 +127,16 @@ def read_catalog(
                 f"{int(same.sum())} repeated rows",
                 where=paths[0],
             )
-    codes = read_codes(table.column("sid").combine_chunks(), ids, space)
+    try:
+        codes = read_codes(table.column("sid").combine_chunks(), ids, space)
+        trie = build_trie(codes, lambda row: _item(ids, row))
+    except CatalogError as err:
+        more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
+        err.where = "; ".join(filter(None, [err.where, paths[0] + more]))
+        raise
     extra = dict.fromkeys((*_EXTRA, *attributes))
     keep = ["item_id", "catalog_row", *(name for name in extra if name in table.column_names)]
-    return Catalog(table.select(keep), build_trie(codes))
+    return Catalog(table.select(keep), trie)
 
 
 def plain_table(table: pa.Table, contract: TableContract = CATALOG) -> pa.Table:

@@ -139,7 +139,9 @@ def bad_sids(tables, how):
 def test_a_semantic_id_outside_the_space_is_refused(nightshelf, tmp_path, how, message):
     tables = write_inputs(tmp_path)
     rewrite(tmp_path, "catalog", bad_sids(tables, how))
-    assert message in nightshelf("run", write_config(tmp_path), check=3).err
+    err = nightshelf("run", write_config(tmp_path), check=3).err
+    assert message in err
+    assert "catalog.parquet" in err
 
 
 def test_a_sid_that_is_a_prefix_of_another_is_refused(nightshelf, tmp_path):
@@ -149,6 +151,9 @@ def test_a_sid_that_is_a_prefix_of_another_is_refused(nightshelf, tmp_path):
     rewrite(tmp_path, "catalog", replace_column(tables["catalog"], "sid", pa.array(sids)))
     err = nightshelf("run", write_config(tmp_path), check=3).err
     assert "prefix of another" in err
+    assert "(item 'i003') before" in err
+    assert "(item 'i004')" in err
+    assert "catalog.parquet" in err
 
 
 def test_text_sids_with_a_foreign_token_are_refused_by_item(nightshelf, tmp_path):

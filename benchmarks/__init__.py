@@ -1,1 +1,1 @@
-"""The engine beside its peers on the same work, timed in one process."""
+"""The engine beside its peers on the same work, and beside what the machine can do."""

@@ -1,163 +1,138 @@
-"""Compare the answers, then take the times."""
+"""From the command line to the report: one checkpoint, one backend, all cases."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-import json
-import sys
 import tempfile
-import time
-import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
-from benchmarks.ours import Answer, BareMatmuls, Ours
-from benchmarks.peers import HuggingFace
-from benchmarks.report import LIMIT, OURS, Contender, make_report, show
-from benchmarks.workload import LEVELS, Shape, Workload, make_workload
+from benchmarks.cases import Case, Sizes, make_cases
+from benchmarks.checkpoint import LEVELS, SHAPES, Checkpoint, make_checkpoint
+from benchmarks.contenders import Guests
+from benchmarks.ctranslate import load_ctranslate2
+from benchmarks.huggingface import load_reference
+from benchmarks.limit import matmul_rate, memory_bandwidth
+from benchmarks.play import Played, play, say
+from benchmarks.report import machine_facts, make_report
+from benchmarks.vllm_client import VLLM, PeerError
+from benchmarks.workload import make_workload
+from engine.backend import Backend
 from engine.registry import create_backend
+from schemas.settings import EngineSettings
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # nats, largest difference of one item's score
-TOP_K_OVERLAP = {"float32": 1.0, "bfloat16": 0.7}  # least share of beams' items in common
-
-
-class AnswersDiffer(Exception):
-    """A peer and the engine do not agree, so that their times mean nothing."""
+Pipeline = Callable[[argparse.Namespace, Checkpoint], dict[str, Any]]
 
 
-def run(args: argparse.Namespace) -> int:
-    """Everything; the exit code."""
-    quiet: Any = transformers_logging  # its functions carry no types
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*past_key_values. is deprecated")
-    names = [f.name for f in dataclasses.fields(Shape)]
-    shape = Shape(**{name: getattr(args, name) for name in names})
-    with tempfile.TemporaryDirectory(prefix="nightshelf-bench-") as folder:
-        _say(f"making a {shape.layers}-layer model and its work")
-        work = make_workload(shape, Path(folder))
-        backend = create_backend(work.config("score").engine)
+def compare(args: argparse.Namespace, pipeline: Pipeline | None) -> dict[str, Any]:
+    """The report.
+
+    Raises:
+        AnswersDiffer: a peer's answer is not ours.
+    """
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    sizes: Sizes = args.sizes
+    cases = [c for c in make_cases(sizes) if fnmatch(c.name, args.only or "*")]
+    with tempfile.TemporaryDirectory(prefix="nightshelf-bench-") as folder, ExitStack() as stack:
+        checkpoint = _checkpoint(args, Path(folder))
+        say(checkpoint.label)
+        # First, while the machine is ours alone and nothing of it is in memory yet.
+        ran = pipeline(args, checkpoint) if pipeline else None
+        backend = stack.enter_context(_backend(checkpoint, args.device))
         device = backend.facts.device
-        peer = HuggingFace(work, device)
-        score, generate = Ours(work, backend, "score"), Ours(work, backend, "generate")
-        _say("comparing the answers")
-        try:
-            scored, generated = score(), generate()
-            checks = _check(work, peer, scored, generated)
-        except AnswersDiffer as err:
-            _say(f"refusing to time: {err}")
-            return 1
-        contenders = _contenders(work, peer, score, generate, scored, generated)
-        limits = {
-            "score": BareMatmuls(peer.model, scored.passes),
-            "beams": BareMatmuls(peer.model, generated.passes),
+        skipped = {} if pipeline else {"pipeline": "--no-pipeline"}
+        model = load_reference(checkpoint, device)
+        guests = _guests(args, cases, checkpoint, device, model, stack, skipped)
+        played: list[Played] = []
+        for case in cases:
+            work = make_workload(case, checkpoint, args.device, args.seed)
+            one = play(work, backend, guests, sample=sizes.sample, repeats=sizes.repeats)
+            played.append(one)
+        machine = machine_facts(device, args.dtype) | {
+            "matmul_gflops_per_s": matmul_rate(getattr(torch, args.dtype), device),
+            "memory_gb_per_s": memory_bandwidth(device),
         }
-        for task, limit in limits.items():
-            contenders.append(Contender(task, LIMIT, limit, 0, 0))
-        _time(contenders, args.repeats, device)
-    report = make_report(work, contenders, {"score": scored, "beams": generated}, checks, device)
-    show(report)
-    line = json.dumps(report)
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
-    return 0
+        if device.type == "cuda":
+            machine["peak_device_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
+    return make_report(
+        played,
+        model=checkpoint.label,
+        sizes=dataclasses.asdict(sizes) | {"quick": args.quick, "seed": args.seed},
+        machine=machine,
+        pipeline=ran,
+        price_per_hour=args.price_per_hour,
+        skipped=skipped,
+    )
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _checkpoint(args: argparse.Namespace, folder: Path) -> Checkpoint:
+    layers = min(args.sizes.layers, SHAPES[args.model].layers)
+    return make_checkpoint(
+        folder,
+        name=args.model,
+        layers=layers,
+        codes=args.sizes.codes,
+        dtype=args.dtype,
+        seed=args.seed,
+    )
 
 
-def _check(
-    work: Workload, peer: HuggingFace, scored: Answer, generated: Answer
-) -> list[dict[str, Any]]:
-    """Differences between us and each peer, all within tolerance; else `AnswersDiffer`."""
-    checks = [
-        _check_scores("score", "HF, prompt re-sent", peer.score_resending(), scored, work),
-        _check_scores("score", "HF, cache copied", peer.score_copying_cache(), scored, work),
-    ]
-    tokens, scores = peer.beams()
-    checks.append(_check_beams(work, tokens, scores.cpu().numpy(), generated))
-    return checks
+@contextlib.contextmanager
+def _backend(checkpoint: Checkpoint, device: str) -> Iterator[Backend]:
+    settings = EngineSettings.model_validate(
+        {
+            "backend": "torch",
+            "model": checkpoint.folder,
+            "dtype": checkpoint.dtype,
+            "device": device,
+        }
+    )
+    backend = create_backend(settings)
+    try:
+        yield backend
+    finally:
+        backend.close()
 
 
-def _check_scores(
-    task: str, name: str, want: torch.Tensor, got: Answer, work: Workload
-) -> dict[str, Any]:
-    worst = float(np.abs(want.float().cpu().numpy() - got.scores).max())
-    _demand(name, worst, TOLERANCE[work.shape.dtype])
-    return {"task": task, "peer": name, "largest_difference_nats": worst}
-
-
-def _check_beams(
-    work: Workload, tokens: NDArray[np.int64], scores: NDArray[np.float32], got: Answer
-) -> dict[str, Any]:
-    """Same items (a share of them in bfloat16, where near-ties are cut apart) and same scores."""
-    assert got.sids is not None
-    ours = work.sid_tokens(got.sids).numpy()
-    shared, worst = 0, 0.0
-    for user in range(work.shape.users):
-        theirs = {tuple(t): s for t, s in zip(tokens[user].tolist(), scores[user], strict=True)}
-        for sid, token, score in zip(got.sids[user], ours[user], got.scores[user], strict=True):
-            match = theirs.get(tuple(token.tolist()))
-            if sid >= 0 and match is not None:
-                shared += 1
-                worst = max(worst, abs(float(match) - float(score)))
-    overlap = shared / got.sids.size
-    least = TOP_K_OVERLAP[work.shape.dtype]
-    if overlap < least:
-        raise AnswersDiffer(f"beams share {overlap:.1%} of their items, expected {least:.0%}")
-    _demand("beams", worst, TOLERANCE[work.shape.dtype])
-    return {
-        "task": "beams",
-        "peer": "HF generate",
-        "largest_difference_nats": worst,
-        "overlap": overlap,
-    }
-
-
-def _demand(name: str, worst: float, tolerance: float) -> None:
-    if not worst <= tolerance:  # NaN fails
-        raise AnswersDiffer(f"{name}: scores differ by {worst:.3g} nats, tolerance {tolerance}")
-
-
-def _contenders(
-    work: Workload, peer: HuggingFace, score: Ours, generate: Ours, scored: Answer, beams: Answer
-) -> list[Contender]:
-    s = work.shape
-    pairs, returned = s.users * s.candidates, s.users * s.k
-    prompts, later = s.users * s.prompt_tokens, LEVELS - 1
-    resent = pairs * (s.prompt_tokens + later)
-    searched = s.width * (prompts + s.users * later)  # generate() prefills once per beam
-    return [
-        Contender("score", OURS, score, scored.rows, pairs),
-        Contender("score", "HF, prompt re-sent", peer.score_resending, resent, pairs),
-        Contender(
-            "score", "HF, cache copied", peer.score_copying_cache, prompts + pairs * later, pairs
-        ),
-        Contender("beams", OURS, generate, beams.rows, returned),
-        Contender("beams", "HF generate", peer.beams, searched, returned),
-    ]
-
-
-def _time(contenders: list[Contender], repeats: int, device: torch.device) -> None:
-    """Turn by turn, A B C A B C …; the comparison of the answers was the warm-up."""
-    for repeat in range(repeats):
-        _say(f"timing, turn {repeat + 1} of {repeats}")
-        for contender in contenders:
-            _synchronise(device)
-            start = time.perf_counter()
-            contender.call()
-            _synchronise(device)
-            contender.seconds.append(time.perf_counter() - start)
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _guests(
+    args: argparse.Namespace,
+    cases: list[Case],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    model: PreTrainedModel,
+    stack: ExitStack,
+    skipped: dict[str, str],
+) -> Guests:
+    """The peers that can be loaded and that some case asks for; why not, in `skipped`."""
+    wanted = {peer for case in cases for peer in case.peers}
+    vllm, translator = None, None
+    if wanted & {"vllm", "vllm_cached", "beams_vllm"}:
+        try:
+            if not args.vllm:
+                raise PeerError("--vllm was not given")
+            asking = [case for case in cases if case.peers]
+            vllm = stack.enter_context(
+                VLLM(
+                    checkpoint,
+                    max_tokens=max(case.tokens[1] for case in asking) + LEVELS + 1,
+                    max_width=max(case.width for case in asking),
+                )
+            )
+            say(f"vLLM {vllm.version}")
+        except PeerError as err:
+            skipped["vLLM"] = str(err)
+    if "ctranslate2" in wanted:
+        try:
+            translator = load_ctranslate2(checkpoint, device.type)
+        except PeerError as err:
+            skipped["CTranslate2"] = str(err)
+    return Guests(model=model, vllm=vllm, ctranslate2=translator)

@@ -1,93 +1,150 @@
-"""What a comparison prints: a table for people, one JSON document for programs."""
+"""What a comparison says: one JSON document for programs, a table for people."""
 
 from __future__ import annotations
 
 import dataclasses
 import platform
 import resource
-import statistics
 import sys
-from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.ours import Answer
-from benchmarks.workload import FULL_LAYERS, Workload
+from benchmarks.contenders import OURS, PEERS, Contender
+from benchmarks.play import Played
 
-OURS = "nightshelf"
-LIMIT = "bare matmuls"
-BUSY = 1.5  # slowest turn / fastest turn above which a run says so
-
-
-@dataclasses.dataclass(slots=True)
-class Contender:
-    """One way to do a task, and how long it took each time."""
-
-    task: str
-    name: str
-    call: Callable[[], Any]
-    rows: int  # rows through the layers
-    results: int  # items scored or returned
-    seconds: list[float] = dataclasses.field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        """Median seconds."""
-        return statistics.median(self.seconds)
+# Key of `ratios` -> the peer, and which question it is asked.
+RATIOS = {
+    "score_vs_resend": "resend",
+    "score_vs_vllm": "vllm",
+    "score_vs_hf_shared": "hf_shared",
+    "score_vs_linear": "linear",
+    "beam_vs_hf": "hf",
+    "beam_vs_vllm": "beams_vllm",
+}
 
 
 def make_report(
-    work: Workload,
-    contenders: list[Contender],
-    answers: dict[str, Answer],
-    checks: list[dict[str, Any]],
-    device: torch.device,
+    played: list[Played],
+    *,
+    model: str,
+    sizes: dict[str, Any],
+    machine: dict[str, Any],
+    pipeline: dict[str, Any] | None,
+    price_per_hour: float,
+    skipped: dict[str, str],
 ) -> dict[str, Any]:
-    """The JSON document."""
-    ours = {c.task: c for c in contenders if c.name == OURS}
-    limit = {c.task: min(c.seconds) for c in contenders if c.name == LIMIT}
-    results = []
-    for c in contenders:
-        row: dict[str, Any] = {
-            "task": c.task,
-            "name": c.name,
-            "median_s": c.median,
-            "seconds": c.seconds,
-            "spread": max(c.seconds) / min(c.seconds),
-            "ratio": c.median / ours[c.task].median,
-            "ratio_of_best": min(c.seconds) / min(ours[c.task].seconds),
-        }
-        if c.rows:
-            row["rows"] = c.rows
-            row["users_per_s"] = work.shape.users / c.median
-            row["items_per_s"] = c.results / c.median
-        if c.name == OURS:
-            row["rows_forwarded"] = answers[c.task].rows
-            row["rows_naive"] = answers[c.task].rows_naive
-            row["mfu"] = limit[c.task] / min(c.seconds)
-        results.append(row)
+    """The JSON document. What was not run is null."""
+    pipeline = pipeline or {}
+    for one in played:
+        skipped = skipped | {f"{one.work.case.name}: {k}": v for k, v in one.skipped.items()}
     return {
-        "hardware": _hardware(device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "model": f"Qwen3-0.6B shape, {work.shape.layers} of {FULL_LAYERS} layers, random weights",
-        "workload": dataclasses.asdict(work.shape) | {"device": device.type},
-        "checks": checks,
-        "results": results,
+        "machine": machine,
+        "model": model,
+        "sizes": sizes,
+        "ratios": {key: _smallest(played, peer) for key, peer in RATIOS.items()},
+        "ratios_by_case": {
+            one.work.case.name: {c.name: one.ratio(c.name) for c in one.contenders[1:]}
+            for one in played
+            if len(one.contenders) > 1
+        },
+        "mfu": {
+            "history": _mfu([p for p in played if p.work.case.prompt == "history"]),
+            "soft_token": _mfu([p for p in played if p.work.case.prompt == "soft_token"]),
+        },
+        "pipeline_overhead": pipeline.get("overhead"),
+        "peak_memory_ratio": pipeline.get("memory_ratio"),
+        "pipeline": pipeline,
+        "price_per_hour": price_per_hour,
+        "cases": [_case(one, price_per_hour) for one in played],
+        "not_run": skipped,
         "peak_rss_mib": _peak_rss_mib(),
-        "peak_device_mib": torch.cuda.max_memory_allocated(device) / 2**20
-        if device.type == "cuda"
-        else None,
     }
 
 
-def _hardware(device: torch.device) -> str:
+def _smallest(played: list[Played], peer: str) -> float | None:
+    """The least favourable ratio of the cases in which a peer took part."""
+    return min((r for one in played if (r := one.ratio(peer)) is not None), default=None)
+
+
+def _mfu(played: list[Played]) -> float | None:
+    """Bare matmuls over the engine's passes, of all these cases together."""
+    if not played:
+        return None
+    return sum(p.limit_seconds for p in played) / sum(p.ours.median for p in played)
+
+
+def _case(one: Played, price_per_hour: float) -> dict[str, Any]:
+    case = dataclasses.asdict(one.work.case)
+    return case | {
+        "label": one.work.case.label,
+        "rows_forwarded": one.answer.rows,
+        "rows_naive": one.answer.rows_naive,
+        "sharing": one.answer.rows_naive / one.answer.rows,
+        "mfu": one.limit_seconds / one.ours.median,
+        "gflops_per_s": one.flops["whole"] / one.ours.median / 1e9,
+        "limit_gflops_per_s": one.flops["whole"] / one.limit_seconds / 1e9,
+        "phases": one.phase_figures(),
+        "contenders": [_contender(one, c, price_per_hour) for c in one.contenders],
+        "checks": one.checks,
+    }
+
+
+def _contender(one: Played, contender: Contender, price_per_hour: float) -> dict[str, Any]:
+    case, ours, seconds = one.work.case, one.ours, contender.seconds
+    users_per_s = case.users / contender.median
+    per_user = case.candidates if case.task == "score" else case.k
+    sampled = contender.sampled
+    return {
+        "name": contender.name,
+        "label": "nightshelf" if contender.name == OURS else PEERS[contender.name],
+        "median_s": contender.median,
+        "seconds": seconds,
+        "spread": max(seconds) / min(seconds),
+        "ratio": contender.median / ours.median,
+        "ratio_of_best": min(seconds) / min(ours.seconds),
+        "rows": contender.rows,
+        "sampled": None if sampled is None else f"{sampled[0]} of {sampled[1]}",
+        "users_per_s": users_per_s,
+        "items_per_s": users_per_s * per_user,
+        "cost_per_million_users": cost_per_million(users_per_s, price_per_hour),
+    }
+
+
+def cost_per_million(users_per_s: float, price_per_hour: float) -> float:
+    """What a million users cost on this device, in the currency of the price."""
+    return price_per_hour / 3600 * 1e6 / users_per_s
+
+
+def machine_facts(device: torch.device, dtype: str) -> dict[str, Any]:
+    """What the figures depend on, besides the sizes."""
+    facts = {
+        "device": device.type,
+        "hardware": _hardware(device),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "dtype": dtype,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        facts |= {"cuda": torch.version.cuda, "driver": _driver()}
+    return facts
+
+
+def _hardware(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu()
+
+
+def _driver() -> str | None:
+    path = Path("/proc/driver/nvidia/version")
+    return path.read_text(encoding="utf-8").splitlines()[0] if path.is_file() else None
+
+
+def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.is_file() else ""
     names = [line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line]
@@ -98,56 +155,3 @@ def _hardware(device: torch.device) -> str:
 def _peak_rss_mib() -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB; bytes on macOS
     return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
-
-
-def show(report: dict[str, Any]) -> None:
-    """The table."""
-    work = report["workload"]
-    title = (
-        f"{report['hardware']}, {report['threads']} threads, {work['dtype']}\n{report['model']}\n"
-        f"{work['users']} users x {work['prompt_tokens']} prompt tokens; "
-        f"{work['candidates']} candidates each, or width {work['width']} and top {work['k']}; "
-        f"{work['items']:,} items"
-    )
-    table = Table(title=title, title_justify="left", title_style="")
-    table.add_column("task")
-    table.add_column("")
-    for name in ("median s", "ratio", "of best", "rows", "users/s", "items/s", "mfu"):
-        table.add_column(name, justify="right")
-    before = None
-    for row in sorted(report["results"], key=lambda r: r["task"] != "score"):
-        if before not in (None, row["task"]):
-            table.add_section()
-        before = row["task"]
-        table.add_row(
-            row["task"],
-            row["name"],
-            f"{row['median_s']:.3f}",
-            f"{row['ratio']:.2f}x",
-            f"{row['ratio_of_best']:.2f}x",
-            f"{row['rows']:,}" if "rows" in row else "",
-            f"{row['users_per_s']:.2f}" if "rows" in row else "",
-            f"{row['items_per_s']:.1f}" if "rows" in row else "",
-            f"{row['mfu']:.0%}" if "mfu" in row else "",
-        )
-    console = Console(width=100, highlight=False)
-    console.print(table)
-    for row in report["results"]:
-        if row["name"] == OURS:
-            forwarded, naive = row["rows_forwarded"], row["rows_naive"]
-            console.print(
-                f"{row['task']}: {forwarded:,} rows forwarded, {naive:,} if each candidate or beam "
-                f"sent the prompt again ({naive / forwarded:.1f}x)"
-            )
-    worst = max(check["largest_difference_nats"] for check in report["checks"])
-    overlap = next(check["overlap"] for check in report["checks"] if "overlap" in check)
-    console.print(
-        f"answers: scores within {worst:.2g} nats of every peer's, "
-        f"{overlap:.1%} of the beams' items in common; "
-        f"peak memory of the process {report['peak_rss_mib']:,.0f} MiB"
-    )
-    if max(row["spread"] for row in report["results"]) > BUSY:
-        console.print(
-            f"some contender's slowest turn took more than {BUSY:g}x its fastest: the machine was "
-            "busy; only figures of the best turns mean something (OMP_NUM_THREADS=1 helps)"
-        )

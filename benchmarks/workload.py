@@ -1,159 +1,152 @@
-"""The work that all contenders do: a random model, a catalog, users with prompts and candidates.
+"""The work that all contenders of a case do: users with prompts and candidates, over a catalog.
 
-The model has the shape of Qwen3-0.6B with fewer layers and a vocabulary grown by the SID tokens. A
-prompt is a history: random SID tokens in level order. Codes are uniform, so that candidates share
-as few prefixes as candidates can; a learned codebook shares more.
+A prompt is a history: random SID tokens in level order, behind the soft tokens if there are any.
+Codes are uniform, so that candidates share as few prefixes as candidates can; a learned codebook
+shares more.
+
+Legend: U users, C candidates of a user, D numbers of a vector.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer, models
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.cases import Case
+from benchmarks.checkpoint import LEVELS, PATTERNS, SOFT_TOKENS, VECTOR, Checkpoint
+from engine.backend import PackedPrompts
 from engine.sid_trie import SidTrie, build_trie
-from schemas.requests import Ints, Ragged, UserBatch
-from schemas.semantic_ids import BoundSidSpace, SidSpace
+from engine.tokenizer import CheckpointTokenizer
+from schemas.requests import CandidateSets, Ints, Ragged, UserBatch
+from schemas.semantic_ids import BoundSidSpace
 from schemas.settings import RunConfig
-
-LEVELS = 3
-PATTERNS = ("<a_{code}>", "<b_{code}>", "<c_{code}>")
-TEXT_VOCAB = 151_936  # rows of Qwen3-0.6B's embedding; the SID tokens come behind them
-FULL_LAYERS = 28
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of the work."""
-
-    layers: int
-    users: int
-    candidates: int
-    width: int
-    k: int
-    prompt_tokens: int
-    items: int
-    codes: int
-    dtype: str
-    device: str
-    seed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """U users with prompts of P tokens and C candidates each, over a catalog of S distinct SIDs."""
+    """One case made concrete."""
 
-    shape: Shape
-    folder: str  # the checkpoint
+    case: Case
+    checkpoint: Checkpoint
+    device: str
     trie: SidTrie
     space: BoundSidSpace
-    prompt_codes: NDArray[np.int64]  # [U, P]
-    candidates: Ints  # [U, C] items
+    prompt_codes: Ragged  # [U] codes in level order
+    vectors: NDArray[np.float32] | None  # [U, D]
+    candidates: Ints  # [U, C] items; C may be 0
 
     @property
-    def prompts(self) -> torch.Tensor:
-        """Token ids of the prompts `[U, P]`."""
-        level = np.arange(self.shape.prompt_tokens) % LEVELS
-        return torch.from_numpy(self.space.table[level, self.prompt_codes])
+    def prompt_tokens(self) -> list[Ints]:
+        """Token ids of each user's prompt, soft tokens left out `[U]`."""
+        codes = self.prompt_codes
+        level = np.arange(len(codes.values)) - np.repeat(codes.offsets[:-1], codes.lengths)
+        tokens: Ints = self.space.table[level % LEVELS, codes.values]
+        return np.split(tokens, codes.offsets[1:-1])
 
-    def sid_tokens(self, sids: Ints) -> torch.Tensor:
+    @property
+    def packed_prompts(self) -> PackedPrompts:
+        """The prompts as a backend takes them; for history prompts."""
+        assert self.vectors is None, "soft tokens are made by the engine"
+        return PackedPrompts(
+            token_ids=np.concatenate(self.prompt_tokens),
+            offsets=self.prompt_codes.offsets,
+            static_prefix=np.empty(0, dtype=np.int64),
+            soft_positions=np.empty(0, dtype=np.int64),
+            soft_vectors=None,
+        )
+
+    def sid_tokens(self, sids: Ints) -> Ints:
         """Token ids of semantic IDs `[..., 3]`."""
         codes = self.trie.codes_of_sid[sids].astype(np.int64)
-        return torch.from_numpy(self.space.table[np.arange(LEVELS), codes])
+        tokens: Ints = self.space.table[np.arange(LEVELS), codes]
+        return tokens
 
     @property
-    def candidate_tokens(self) -> torch.Tensor:
+    def candidate_tokens(self) -> Ints:
         """Token ids of the candidates `[U, C, 3]`."""
         return self.sid_tokens(self.trie.sid_of_item[self.candidates].astype(np.int64))
 
     @property
     def users(self) -> UserBatch:
-        """The same users as the engine takes them."""
-        num_users, length = self.prompt_codes.shape
+        """The users as the engine takes them."""
         return UserBatch(
-            num_users=num_users,
-            user_sids=Ragged.from_lengths(np.full(num_users, length), self.prompt_codes.ravel()),
-            candidates=Ragged.from_lengths(
-                np.full(num_users, self.shape.candidates), self.candidates.ravel()
-            ),
+            num_users=self.case.users,
+            vectors=self.vectors,
+            user_sids=self.prompt_codes,
+            candidates=self._candidate_sets if self.case.task == "score" else None,
         )
 
-    def config(self, task: str) -> RunConfig:
-        """The engine's settings for `score` or `generate`."""
-        shape = self.shape
+    @property
+    def _candidate_sets(self) -> CandidateSets:
+        users, count = self.candidates.shape
+        if self.case.shared:
+            one = Ragged.from_lengths(np.asarray([count]), self.candidates[0])
+            zeros = np.zeros(users, dtype=np.int64)
+            return CandidateSets(sets=one, of_user=zeros, forbidden=zeros, shared=True)
+        lists = Ragged.from_lengths(np.full(users, count), self.candidates.ravel())
+        return CandidateSets.own(lists)
+
+    @property
+    def config(self) -> RunConfig:
+        """The engine's settings for the case's task."""
+        case, soft = self.case, self.case.prompt == "soft_token"
+        task = {"width": case.width} if case.task == "generate" else {}
         return RunConfig.model_validate(
             {
                 "surface": "benchmark",
                 "engine": {
                     "backend": "torch",
-                    "model": self.folder,
-                    "dtype": shape.dtype,
-                    "device": shape.device,
+                    "model": self.checkpoint.folder,
+                    "projector": self.checkpoint.projector if soft else None,
+                    "dtype": self.checkpoint.dtype,
+                    "device": self.device,
                 },
-                "sid": {"sizes": self.space.space.sizes, "tokens": PATTERNS},
-                "prompt": {"template": "{user_sid}", "max_tokens": shape.prompt_tokens},
+                "sid": {"sizes": self.checkpoint.space.sizes, "tokens": PATTERNS},
+                "prompt": {
+                    "template": "{user_vector}{user_sid}" if soft else "{user_sid}",
+                    "max_tokens": case.tokens[1],
+                },
                 "inputs": {"users": "unused", "catalog": "unused", "candidates": "unused"},
-                "task": {
-                    "k": shape.k,
-                    task: {"width": shape.width} if task == "generate" else {},
-                },
+                "task": {"k": case.k, case.task: task},
                 "output": {"path": "unused"},
             }
         )
 
 
-def make_workload(shape: Shape, folder: Path) -> Workload:
-    """Write the checkpoint into `folder` and draw everything else."""
-    rng = np.random.default_rng(shape.seed)
-    space = SidSpace((shape.codes,) * LEVELS, PATTERNS)
-    codes = rng.integers(0, shape.codes, (shape.items, LEVELS), dtype=np.int32)
-    candidates = [
-        rng.choice(shape.items, shape.candidates, replace=False) for _ in range(shape.users)
+def make_workload(case: Case, checkpoint: Checkpoint, device: str, seed: int) -> Workload:
+    """Draw the catalog, the prompts and the candidates of a case."""
+    codes = checkpoint.space.sizes[0]
+    rng = np.random.default_rng(seed)
+    soft = case.prompt == "soft_token"
+    lengths = rng.integers(case.tokens[0], case.tokens[1], case.users, endpoint=True)
+    lengths = lengths - (SOFT_TOKENS if soft else 0)
+    assert (lengths > 0).all(), "a prompt is longer than its soft tokens"
+    sets = [
+        rng.choice(case.items, case.candidates, replace=False)
+        for _ in range(1 if case.shared else case.users)
     ]
-    tokenizer = save_tokenizer(space, folder)
-    save_model(shape, folder)
+    candidates = np.broadcast_to(np.stack(sets), (case.users, case.candidates)).astype(np.int64)
     return Workload(
-        shape=shape,
-        folder=str(folder),
-        trie=build_trie(codes),
-        space=space.bind(tokenizer.token_to_id),
-        prompt_codes=rng.integers(0, shape.codes, (shape.users, shape.prompt_tokens)),
-        candidates=np.stack(candidates).astype(np.int64),
+        case=case,
+        checkpoint=checkpoint,
+        device=device,
+        trie=_catalog(case.items, codes, seed),
+        space=_bind(checkpoint),
+        prompt_codes=Ragged.from_lengths(lengths, rng.integers(0, codes, int(lengths.sum()))),
+        vectors=rng.normal(size=(case.users, VECTOR)).astype(np.float32) if soft else None,
+        candidates=np.ascontiguousarray(candidates),
     )
 
 
-def save_model(shape: Shape, folder: Path) -> None:
-    """A Qwen3-0.6B with random weights and `shape.layers` layers."""
-    torch.manual_seed(shape.seed)
-    config = Qwen3Config(
-        vocab_size=TEXT_VOCAB + LEVELS * shape.codes,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).to(getattr(torch, shape.dtype)).save_pretrained(folder)
+@functools.cache
+def _catalog(items: int, codes: int, seed: int) -> SidTrie:
+    rng = np.random.default_rng([seed, items])
+    return build_trie(rng.integers(0, codes, (items, LEVELS), dtype=np.int32))
 
 
-def save_tokenizer(space: SidSpace, folder: Path) -> Tokenizer:
-    """Placeholder words up to `TEXT_VOCAB`, then the SID tokens."""
-    words = {f"w{i}": i for i in range(TEXT_VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.add_tokens(
-        [
-            AddedToken(space.token(level, code), normalized=False)
-            for level, size in enumerate(space.sizes)
-            for code in range(size)
-        ]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return tokenizer
+@functools.cache
+def _bind(checkpoint: Checkpoint) -> BoundSidSpace:
+    return checkpoint.space.bind(CheckpointTokenizer(checkpoint.folder).token_id)

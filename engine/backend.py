@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from schemas.requests import Ints
-from schemas.settings import EngineSettings, ScoreNorm
+from schemas.settings import EngineSettings, Pooling, ScoreNorm
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -29,6 +29,7 @@ class BackendFacts:
     name: str
     vocab_size: int  # rows of the embedding matrix; any id below is accepted
     hidden_size: int  # width of a soft token; 0: any width
+    embedding_width: int  # numbers that `embed` gives per prompt
     max_positions: int  # longest prompt + tree depth
     dtype: str
     device: device
@@ -104,7 +105,7 @@ class Norm:
     """What p is a softmax over (DESIGN: score semantics).
 
     `columns` holds the token ids for `sid_range` and `level`; under `trie` the softmax is over the
-    row's own targets, which must then be all children of the row's prefix.
+    row's own targets: all children of the row's prefix, or the labels asked about.
     """
 
     kind: ScoreNorm
@@ -151,6 +152,11 @@ class Backend(Protocol):
         """Log-probabilities, nats, float32 `[M]`, each <= 0, of `targets` at `rows` `[R]`.
 
         Only these rows go through the LM head. NaN where the model gave NaN.
+        """
+
+    def embed(self, prompts: PackedPrompts, pooling: Pooling) -> Tensor:
+        """The model's last hidden state, behind its final norm, pooled per prompt `[B, hidden]`
+        float32: that of the last token, or the mean over the prompt, the static prefix included.
         """
 
     def close(self) -> None:

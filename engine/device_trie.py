@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.backend import Norm, TokenColumns
 from engine.sid_trie import SidTrie
-from schemas.semantic_ids import BoundSidSpace
+from schemas.semantic_ids import ItemTokens
 from schemas.settings import QuotaSettings, ScoreNorm
 
 
@@ -47,7 +47,7 @@ class DeviceTrie:
 
 def to_device(
     trie: SidTrie,
-    space: BoundSidSpace,
+    tokens: ItemTokens,
     norm: ScoreNorm,
     device: torch.device,
     quota: QuotaSettings | None = None,
@@ -55,12 +55,17 @@ def to_device(
     """Copy the trie to the device and name the columns and the softmax set of each level."""
     depth = np.maximum(trie.depth_of_node.astype(np.int64) - 1, 0)
     code = np.maximum(trie.code.astype(np.int64), 0)
-    token = space.table[depth, code]
+    token = tokens.tokens(depth, code)
     token[0] = 0
-    columns = tuple(TokenColumns(ids) for ids in space.token_ids[: trie.depth])
-    every = TokenColumns(np.sort(np.concatenate(space.token_ids)))
-    sets = {"full_vocab": None, "trie": None, "sid_range": every}
-    norms = tuple(Norm(norm, sets.get(norm, level)) for level in columns)
+    levels = tokens.token_ids[: trie.depth]
+    one_set = {
+        id(ids): TokenColumns(ids) for ids in levels
+    }  # levels may have their tokens in common
+    columns = tuple(one_set[id(ids)] for ids in levels)
+    norms = tuple(Norm(norm, level if norm == "level" else None) for level in columns)
+    if norm == "sid_range":
+        every = TokenColumns(np.unique(np.concatenate(tokens.token_ids)))
+        norms = tuple(Norm(norm, every) for _ in columns)
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets
 from engine.score_norms import log_softmax_of_targets
-from schemas.settings import EngineSettings
+from schemas.settings import EngineSettings, Pooling
 
+EMBEDDING_WIDTH = 16
 _VOCAB = 1 << 20
 _MASK = (1 << 64) - 1
 
@@ -55,6 +56,7 @@ class FakeBackend:
             name="fake",
             vocab_size=_VOCAB,
             hidden_size=0,
+            embedding_width=EMBEDDING_WIDTH,
             max_positions=1 << 30,
             dtype="float32",
             device=torch.device("cpu"),
@@ -97,6 +99,13 @@ class FakeBackend:
             return log_softmax_of_targets(logits.float(), targets, len(rows))
         size = _VOCAB if norm.columns is None else len(norm.columns.token_ids)
         return (logits - math.log(size)).float()
+
+    def embed(self, prompts: PackedPrompts, pooling: Pooling) -> Tensor:
+        """`EMBEDDING_WIDTH` numbers in (-1, 1) from the hash of the prompt and the pooling."""
+        keys = _mix(self.prefill(prompts, 0).keys, torch.tensor(["last", "mean"].index(pooling)))
+        columns = torch.arange(EMBEDDING_WIDTH)
+        uniform = _log_uniform(_mix(keys[:, None], columns[None])).exp()
+        return (2 * uniform - 1).float()
 
     def close(self) -> None:
         """Nothing to free."""

@@ -7,6 +7,8 @@ candidates share are forwarded once and the last token of a candidate is not for
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,10 +17,18 @@ from engine.backend import Backend, Context, NodeBatch, Targets
 from engine.device_trie import DeviceTrie
 from engine.token_tree import TokenTree, TreeLevel, build_token_tree, candidate_parts
 from schemas.requests import Ints, Ragged, place_within
+from schemas.settings import LengthNorm
 
 
 def score_in_parts(
-    backend: Backend, context: Context, index: DeviceTrie, candidates: Ragged, max_rows: int
+    backend: Backend,
+    context: Context,
+    index: DeviceTrie,
+    candidates: Ragged,
+    max_rows: int,
+    *,
+    tree: TokenTree | None = None,
+    length_norm: LengthNorm = "sum",
 ) -> tuple[Tensor, Ints]:
     """Scores of the candidates, in their order, float32 `[M]`; and the nodes forwarded per user
     `[U]`.
@@ -26,21 +36,43 @@ def score_in_parts(
     However many candidates a user has, at most `max_rows` nodes are kept at a time: parts of a
     candidate set hang from the one prefill, one after another, and are forgotten when they are
     read.
+
+    Args:
+        tree: of these candidates, where the caller has it already.
+        length_norm: `mean` divides a score by the number of the candidate's tokens.
     """
-    tree = build_token_tree(index.trie, candidates)
+    if tree is None:
+        tree = build_token_tree(index.trie, candidates)
     if tree.num_rows <= max_rows:
-        return score_items(backend, context, index, tree, max_rows), tree.rows_per_user
-    scores = torch.empty(len(candidates.values), dtype=torch.float32, device=index.device)
-    rows = np.zeros(candidates.num_rows, dtype=np.int64)
-    user = candidates.row_ids
-    for part in candidate_parts(index.trie, candidates, max_rows):
-        lengths = np.bincount(user[part], minlength=candidates.num_rows)
-        tree = build_token_tree(index.trie, Ragged.from_lengths(lengths, candidates.values[part]))
-        before = context.num_rows
-        scores[_put(part, index)] = score_items(backend, context, index, tree, max_rows)
-        context.rewind(before)
-        rows += tree.rows_per_user
+        scores, rows = score_items(backend, context, index, tree, max_rows), tree.rows_per_user
+    else:
+        scores = torch.empty(len(candidates.values), dtype=torch.float32, device=index.device)
+        rows = np.zeros(candidates.num_rows, dtype=np.int64)
+        for part, tree_part in tree_parts(index, candidates, max_rows):
+            before = context.num_rows
+            scores[put(part, index)] = score_items(backend, context, index, tree_part, max_rows)
+            context.rewind(before)
+            rows += tree_part.rows_per_user
+    if length_norm == "mean":
+        leaf = index.trie.node_of_sid[index.trie.sid_of_item[candidates.values]]
+        scores = scores / put(index.trie.depth_of_node[leaf].astype(np.int64), index)
     return scores, rows
+
+
+def tree_parts(
+    index: DeviceTrie,
+    candidates: Ragged,
+    max_rows: int,
+    *,
+    forward_leaves: bool = False,
+    more: int = 0,
+) -> Iterator[tuple[Ints, TokenTree]]:
+    """Parts of large candidate sets: positions in `candidates.values`, and their trees."""
+    user = candidates.row_ids
+    for part in candidate_parts(index.trie, candidates, max_rows, more):
+        lengths = np.bincount(user[part], minlength=candidates.num_rows)
+        some = Ragged.from_lengths(lengths, candidates.values[part])
+        yield part, build_token_tree(index.trie, some, forward_leaves=forward_leaves)
 
 
 def score_items(
@@ -50,21 +82,31 @@ def score_items(
 
     Appends the tree's inner nodes to the context, at most `max_rows` in one pass of the model.
     """
-    first_row = context.num_rows
-    starts = _level_starts(tree) + first_row
-    for nodes in _node_batches(tree, index, starts, max_rows):
-        backend.extend(context, nodes)
-
+    starts = forward_tree(backend, context, index, tree, max_rows)
+    log_probs: list[Tensor] = []
+    while len(log_probs) < len(tree.levels):
+        log_probs += _read_levels(backend, context, index, tree, len(log_probs), starts)
     scores: list[Tensor] = []
-    for depth, level in enumerate(tree.levels):
-        log_probs = _read_level(backend, context, index, tree, depth, starts)
-        if depth:
-            log_probs = scores[-1][_put(level.parent, index)] + log_probs
-        scores.append(log_probs)
+    for level, log_prob in zip(tree.levels, log_probs, strict=True):
+        scores.append(scores[-1][put(level.parent, index)] + log_prob if scores else log_prob)
     return _gather_leaves(tree, scores, index)
 
 
-def _put(array: Ints, index: DeviceTrie) -> Tensor:
+def forward_tree(
+    backend: Backend, context: Context, index: DeviceTrie, tree: TokenTree, max_rows: int
+) -> Ints:
+    """Append the tree's forwarded nodes, level after level, at most `max_rows` in one pass.
+
+    Returns the context row that the forwarded nodes of each level begin at `[L + 1]`.
+    """
+    starts = _level_starts(tree) + context.num_rows
+    for nodes in _node_batches(tree, index, starts, max_rows):
+        backend.extend(context, nodes)
+    return starts
+
+
+def put(array: Ints, index: DeviceTrie) -> Tensor:
+    """A host array on the device of the trie."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(index.device)
 
 
@@ -102,11 +144,11 @@ def _node_batches(
         slot = place_within(users[part])
         batches.append(
             NodeBatch(
-                prompt=_put(users[part], index),
-                parent=_put(parents[part], index),
-                token=index.token[_put(nodes[part], index)],
-                depth=_put(depths[part], index),
-                slot=_put(slot, index),
+                prompt=put(users[part], index),
+                parent=put(parents[part], index),
+                token=index.token[put(nodes[part], index)],
+                depth=put(depths[part], index),
+                slot=put(slot, index),
                 num_slots=int(slot.max()) + 1,
                 max_depth=int(depths[part].max()),
             )
@@ -114,26 +156,34 @@ def _node_batches(
     return batches
 
 
-def _read_level(
-    backend: Backend, context: Context, index: DeviceTrie, tree: TokenTree, depth: int, starts: Ints
-) -> Tensor:
-    """log p of each node of one level at its parent `[n]`."""
-    level = tree.levels[depth]
-    if not len(level.node):
-        return torch.empty(0, dtype=torch.float32, device=index.device)
-    rows, row_of_node = np.unique(_parent_rows(tree, depth, starts), return_inverse=True)
-    norm = index.norms[depth]
+def _read_levels(
+    backend: Backend, context: Context, index: DeviceTrie, tree: TokenTree, first: int, starts: Ints
+) -> list[Tensor]:
+    """log p of each node at its parent `[n]`, for level `first` and those read along with it.
+
+    Levels whose tokens come from one set (texts) are read in one call; the levels of a SID space
+    have codebooks of their own.
+    """
+    norm, columns = index.norms[first], index.columns[first]
+    last = first + 1
+    while norm.kind == "full_vocab" and index.columns[last : last + 1] == (columns,):
+        last += 1
+    levels = tree.levels[first:last]
+    sizes = [len(level.node) for level in levels]
+    if not sum(sizes):
+        return [torch.empty(0, dtype=torch.float32, device=index.device) for _ in levels]
+    parents = np.concatenate([_parent_rows(tree, d, starts) for d in range(first, last)])
+    rows, row_of_node = np.unique(parents, return_inverse=True)
     if norm.kind == "trie":
-        targets, wanted = _all_children(index, level, depth, row_of_node)
-    else:
-        targets = Targets(
-            row=_put(row_of_node, index),
-            column=index.code[_put(level.node, index)],
-            columns=index.columns[depth],
-        )
-        wanted = None
-    log_probs = backend.log_probs(context, _put(rows, index), targets, norm)
-    return log_probs if wanted is None else log_probs[_put(wanted, index)]
+        targets, wanted = _all_children(index, levels[0], first, row_of_node)
+        log_probs = backend.log_probs(context, put(rows, index), targets, norm)
+        return [log_probs[put(wanted, index)]]
+    nodes = np.concatenate([level.node for level in levels])
+    targets = Targets(
+        row=put(row_of_node, index), column=index.code[put(nodes, index)], columns=columns
+    )
+    log_probs = backend.log_probs(context, put(rows, index), targets, norm)
+    return list(torch.split(log_probs, sizes))
 
 
 def _all_children(
@@ -151,11 +201,11 @@ def _all_children(
     child = np.repeat(trie.first_child[parent] - offsets[:-1], counts) + np.arange(offsets[-1])
     wanted = offsets[row_of_node] + level.node - trie.first_child[trie.parent[level.node]]
     targets = Targets(
-        row=_put(row, index), column=index.code[_put(child, index)], columns=index.columns[depth]
+        row=put(row, index), column=index.code[put(child, index)], columns=index.columns[depth]
     )
     return targets, wanted.astype(np.int64)
 
 
 def _gather_leaves(tree: TokenTree, scores: list[Tensor], index: DeviceTrie) -> Tensor:
     begin = np.concatenate([[0], np.cumsum([len(s) for s in scores])]).astype(np.int64)
-    return torch.cat(scores)[_put(begin[tree.leaf_level] + tree.leaf_position, index)]
+    return torch.cat(scores)[put(begin[tree.leaf_level] + tree.leaf_position, index)]

@@ -16,7 +16,7 @@ from engine.backend import PackedPrompts
 from engine.sid_trie import SidTrie
 from engine.tokenizer import Tokenizer
 from schemas.requests import Ints, Ragged, Rejection, UserBatch
-from schemas.semantic_ids import BoundSidSpace
+from schemas.semantic_ids import BoundSidSpace, ItemTokens
 from schemas.settings import PromptSettings
 from schemas.templates import Segment
 
@@ -63,14 +63,14 @@ class PromptBuilder:
         self,
         settings: PromptSettings,
         tokenizer: Tokenizer,
-        space: BoundSidSpace,
-        trie: SidTrie,
+        tokens: ItemTokens | None,
+        trie: SidTrie | None,
         num_soft: int,
     ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
-        self._space = space
-        self._trie = trie
+        self._tokens = tokens
+        self._trie = trie  # with its tokens, needed where a slot holds items
         self._num_soft = num_soft
         template = settings.parsed
         static = [
@@ -149,11 +149,13 @@ class PromptBuilder:
             return _repeat(np.zeros(self._num_soft, dtype=np.int64), num)
         if segment.kind == "user_sid":
             assert users.user_sids is not None, "user_sid slot without codes"
+            space = self._tokens
+            assert isinstance(space, BoundSidSpace), "the configuration checked it"
             place = np.arange(len(users.user_sids.values)) - np.repeat(
                 users.user_sids.offsets[:-1], users.user_sids.lengths
             )
-            level = place % self._space.num_levels
-            return Ragged(users.user_sids.offsets, self._space.table[level, users.user_sids.values])
+            tokens = space.tokens(place % space.num_levels, users.user_sids.values)
+            return Ragged(users.user_sids.offsets, tokens)
         ids = self._tokenizer.encode_texts(users.texts[segment.column])
         lengths = np.asarray([len(one) for one in ids], dtype=np.int64)
         flat = [token for one in ids for token in one]
@@ -166,8 +168,10 @@ class PromptBuilder:
 
     def _item_lengths(self, history: Ragged) -> Ints:
         """Tokens of each history item, the separator behind it included `[items]`."""
-        node = self._trie.node_of_sid[self._trie.sid_of_item[history.values]]
-        lengths = self._trie.depth_of_node[node].astype(np.int64)
+        trie = self._trie
+        assert trie is not None, "history slot without a catalog"
+        node = trie.node_of_sid[trie.sid_of_item[history.values]]
+        lengths = trie.depth_of_node[node].astype(np.int64)
         last = np.zeros(len(history.values), dtype=bool)
         last[history.offsets[1:][history.lengths > 0] - 1] = True
         return np.where(last, lengths, lengths + len(self._separator))
@@ -186,10 +190,12 @@ class PromptBuilder:
         return self._items(kept), dropped.astype(np.int64)
 
     def _items(self, history: Ragged) -> Ragged:
-        """The items' SID tokens, separators between them."""
+        """The items' tokens, separators between them."""
+        assert self._trie is not None, "history slot without a catalog"
+        assert self._tokens is not None, "history slot without tokens of items"
         sids = self._trie.sid_of_item[history.values]
         codes = self._trie.codes_of_sid[sids].astype(np.int64)  # [items, L]
-        tokens = self._space.table[np.arange(codes.shape[1]), np.maximum(codes, 0)]
+        tokens = self._tokens.tokens(np.arange(codes.shape[1]), np.maximum(codes, 0))
         table = np.concatenate([tokens, np.tile(self._separator, (len(tokens), 1))], axis=1)
         present = np.ones(table.shape, dtype=bool)
         present[:, : codes.shape[1]] = codes >= 0

@@ -9,6 +9,8 @@ keys upwards; and a result of 9 columns depends on a row's place, one of 16 or m
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 TILE = 16
@@ -29,3 +31,15 @@ def pad_rows(x: Tensor, least: int = LEAST_ROWS) -> Tensor:
     out = x.new_zeros((rows, *x.shape[1:]))
     out[: len(x)] = x
     return out
+
+
+def row_chunks(rows: int, most: int) -> Iterator[slice]:
+    """Slices of `rows` of at most `most`, in whole tiles and of about one size.
+
+    Even, so that no chunk is a short remainder: each is longer than half of `most`, or it is the
+    only one.
+    """
+    tiles = -(-rows // TILE)
+    chunks = -(-tiles // max(1, most // TILE))
+    for i in range(chunks):
+        yield slice(tiles * i // chunks * TILE, min(tiles * (i + 1) // chunks * TILE, rows))

@@ -136,18 +136,37 @@ class SidTrie:
         return cls(**arrays)
 
 
+@dataclass(frozen=True, slots=True)
+class EndCodes:
+    """Closes SIDs with one code more, so that one may be a prefix of another.
+
+    `codes[l]` is that code at level l, for l up to the number of levels. `every`: closes all SIDs;
+    else only those that are a prefix of another.
+    """
+
+    codes: tuple[int, ...]
+    every: bool
+
+
 def build_trie(
-    codes: NDArray[np.int32], name: Callable[[int], str] = "catalog row {}".format
+    codes: NDArray[np.int32],
+    name: Callable[[int], str] = "catalog row {}".format,
+    *,
+    end: EndCodes | None = None,
+    prefixes: bool = False,
 ) -> SidTrie:
     """Build the trie of a catalog.
 
     Args:
         codes: `[N, L]` codes of each item's SID; -1 fills the end of shorter ones.
         name: what to call the item of a row in a message.
+        end: how the SID space ends a SID. A closed SID stands before the longer ones it begins.
+        prefixes: an item's path may be a prefix of another's, and its node then has children.
+            Right for scoring known items; a beam search could not tell where such an item ends.
 
     Raises:
         CatalogError: no items, an empty SID, a hole inside one, or one SID that is a prefix of
-        another.
+        another where there is no `end`.
     """
     num_items, depth = codes.shape
     if num_items == 0:
@@ -160,6 +179,9 @@ def build_trie(
     sid_of_ordered = np.cumsum(new) - 1
     distinct = ordered[new]  # [S, L]
     num_sids = len(distinct)
+    if end is not None:
+        distinct = _closed(distinct, end)
+        depth = distinct.shape[1]
 
     # A SID's node at each depth is the number of its prefix among the distinct ones of that depth.
     changed = np.zeros(num_sids, dtype=bool)
@@ -185,7 +207,8 @@ def build_trie(
     first_child = np.ones(num_nodes + 1, dtype=np.int64)
     np.cumsum(children, out=first_child[1:])
     first_child[1:] += 1
-    _check_prefixes(children, node_of_sid, distinct, order, sid_of_ordered, name)
+    if not prefixes:
+        _check_prefixes(children, node_of_sid, distinct, order, sid_of_ordered, name)
 
     sid_of_node = np.full(num_nodes, -1, dtype=np.int32)
     sid_of_node[node_of_sid] = np.arange(num_sids)
@@ -202,6 +225,24 @@ def build_trie(
         items=order.astype(np.int32),
         sid_of_item=sid_of_item,
     )
+
+
+def _closed(distinct: NDArray[np.int32], end: EndCodes) -> NDArray[np.int32]:
+    """Distinct SIDs in order `[S, L]` with their ends, `[S, L + 1]`, or `[S, L]` if that holds all.
+
+    In lexicographic order the SIDs that a SID begins follow right behind it.
+    """
+    num_sids, depth = distinct.shape
+    length = (distinct >= 0).sum(axis=1)
+    closed = np.full((num_sids, depth + 1), -1, dtype=np.int32)
+    closed[:, :depth] = distinct
+    before, after = distinct[:-1], distinct[1:]
+    inside = np.arange(depth) < length[:-1, None]
+    begins = np.zeros(num_sids, dtype=bool)
+    begins[:-1] = ((before == after) | ~inside).all(axis=1)
+    rows = np.arange(num_sids) if end.every else np.flatnonzero(begins)
+    closed[rows, length[rows]] = np.asarray(end.codes, dtype=np.int32)[length[rows]]
+    return closed if (closed[:, depth] >= 0).any() else closed[:, :depth]
 
 
 def _check_shape(codes: NDArray[np.int32], name: Callable[[int], str]) -> None:

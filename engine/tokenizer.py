@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from schemas.errors import CatalogError, EngineError, quoted
+from schemas.errors import CatalogError, ConfigError, EngineError, quoted
 from schemas.semantic_ids import BoundSidSpace, SidSpace
 from schemas.settings import RunConfig
 
@@ -76,11 +76,15 @@ class CheckpointTokenizer:
 class ByteTokenizer:
     """Bytes are ids 0..255 and SID tokens follow; for backends that need no model."""
 
-    def __init__(self, space: SidSpace) -> None:
+    def __init__(self, space: SidSpace | None) -> None:
         self._ids: dict[str, int] = {}
+        if space is None:
+            return
         for level, size in enumerate(space.sizes):
             for code in range(size):
                 self._ids[space.token(level, code)] = 256 + len(self._ids)
+        if space.end_token is not None:
+            self._ids[space.end_token] = 256 + len(self._ids)
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of literal template text."""
@@ -91,14 +95,15 @@ class ByteTokenizer:
         return [list(text.encode()) for text in texts]
 
     def token_id(self, text: str) -> int | None:
-        """The id of a SID token."""
-        return self._ids.get(text)
+        """The id of a SID token, or of a text of one byte."""
+        raw = text.encode()
+        return raw[0] if len(raw) == 1 else self._ids.get(text)
 
 
 def load_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer of a run: the model's, or bytes where there is no model."""
     if config.engine.model is None:
-        return ByteTokenizer(config.sid.space)
+        return ByteTokenizer(config.sid.space if config.sid else None)
     return CheckpointTokenizer(config.engine.model)
 
 
@@ -108,7 +113,7 @@ def bind_space(config: RunConfig, tokenizer: Tokenizer) -> BoundSidSpace:
     Raises:
         CatalogError: a SID token that is not one token, or one the model has no embedding for.
     """
-    bound = config.sid.space.bind(tokenizer.token_id)
+    bound = config.space.bind(tokenizer.token_id)
     if config.engine.model is not None:
         _refuse_adapters(config.engine.model)
         vocab = _vocab_size(Path(config.engine.model) / "config.json")
@@ -121,6 +126,36 @@ def bind_space(config: RunConfig, tokenizer: Tokenizer) -> BoundSidSpace:
                 do="Resize the model's embeddings to the tokenizer and save the checkpoint again.",
             )
     return bound
+
+
+def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """What can be told of the model and the tokenizer without loading the model.
+
+    Raises:
+        CatalogError: as `bind_space`.
+        EngineError: the folder holds an adapter, or no config.json.
+        ConfigError: a label of `task.label` is not one token.
+    """
+    if config.engine.model is not None:
+        _refuse_adapters(config.engine.model)
+        _vocab_size(Path(config.engine.model) / "config.json")
+    if config.sid is not None:
+        bind_space(config, tokenizer)
+    if config.task.label is not None:
+        for label in config.task.label.labels:
+            if isinstance(label, str) and tokenizer.token_id(label) is None:
+                raise ConfigError(
+                    "a label is not one token of the tokenizer",
+                    expected="labels of one token each, as the model was trained to answer",
+                    got=f"{quoted(label)}, {len(tokenizer.encode_template(label))} tokens",
+                    where="task.label.labels",
+                )
+
+
+def vocab_size(config: RunConfig) -> int | None:
+    """Ids the model has, by its config.json; None where there is no model or it does not say."""
+    folder = config.engine.model
+    return None if folder is None else _vocab_size(Path(folder) / "config.json")
 
 
 def _refuse_adapters(folder: str) -> None:

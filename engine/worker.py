@@ -1,7 +1,8 @@
 """The engine: one process, one device, one backend, and the algorithms over it.
 
 `Engine.prepare` builds a shard's prompts and packs its users; `Engine.run` takes one pack through
-prefill, scoring and generation over that same prefill.
+prefill, and scoring, labelling and generation over that same prefill; `Engine.embed` ends at the
+prefill.
 """
 
 from __future__ import annotations
@@ -15,27 +16,24 @@ import torch
 from torch import Tensor
 
 from engine.backend import Backend, Context
-from engine.beam_search import (
-    Beams,
-    SegmentMask,
-    beam_search,
-    join_beams,
-    most_slots,
-    rows_per_prompt,
-)
-from engine.device_trie import to_device
+from engine.beam_search import SegmentMask, rows_per_prompt
+from engine.device_trie import DeviceTrie, to_device
 from engine.exclusions import EligibleTrie, dead_nodes
 from engine.item_scoring import score_in_parts
+from engine.label_scoring import label_items
+from engine.labels import LabelReader, LabelTokens
 from engine.packing import PackingBudget, pack_users
 from engine.prompts import PromptBuilder, PromptSet
 from engine.registry import create_backend
 from engine.sid_trie import SidTrie
-from engine.token_tree import tree_rows
-from engine.tokenizer import bind_space, load_tokenizer
+from engine.token_tree import TokenTree, build_token_tree, repeat_trees
+from engine.tokenizer import Tokenizer, bind_space, load_tokenizer
 from engine.user_projector import UserProjector, load_projector
+from engine.widening import search
 from schemas.errors import EngineError, NightshelfError
 from schemas.requests import (
     BatchResult,
+    CandidateSets,
     Eligibility,
     Ints,
     ItemScores,
@@ -44,9 +42,8 @@ from schemas.requests import (
     SidBeams,
     UserBatch,
 )
+from schemas.semantic_ids import ItemTokens, TextTokens
 from schemas.settings import GenerateSettings, RunConfig
-
-_MAX_SLOTS = 1 << 24  # child slots of the beams that step together; bounds a step's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +52,15 @@ class Prepared:
 
     users: UserBatch
     prompts: PromptSet
+    labels: LabelTokens | None
     tree_rows: Ints  # [U] nodes of each user's token tree
+    shared_tree: TokenTree | None  # of the sets that users share
     packs: list[Ints]
 
     @property
     def rejections(self) -> list[Rejection]:
-        """Users whose prompt cannot be built."""
-        return self.prompts.rejections
+        """Users whose prompt cannot be built, or whose labels cannot be read."""
+        return self.prompts.rejections + (self.labels.rejections if self.labels else [])
 
     @property
     def prompt_tokens(self) -> Ints:
@@ -77,47 +76,66 @@ class Prepared:
 class Engine:
     """Scores and generates for batches of users. Build it with `open_engine`."""
 
-    def __init__(self, config: RunConfig, trie: SidTrie, backend: Backend) -> None:
+    def __init__(self, config: RunConfig, trie: SidTrie | None, backend: Backend) -> None:
         self._config = config
-        self._trie = trie
         self._backend = backend
         tokenizer = load_tokenizer(config)
-        space = bind_space(config, tokenizer)
         facts = backend.facts
-        if space.max_token_id >= facts.vocab_size:
+        tokens = _item_tokens(config, trie, tokenizer, facts.vocab_size)
+        if tokens is not None and tokens.max_token_id >= facts.vocab_size:
             raise EngineError(
                 "the model has no embedding for some semantic-ID tokens",
                 expected=f"ids below {facts.vocab_size}",
-                got=f"id {space.max_token_id}",
+                got=f"id {tokens.max_token_id}",
             )
-        longest = config.prompt.max_tokens + trie.depth
-        if longest > facts.max_positions:
+        self._label: LabelReader | None = None
+        if config.task.label is not None:
+            self._label = LabelReader(config.task.label, tokenizer, facts.vocab_size)
+        deep = (trie.depth if trie else 0) + (len(self._label.suffix) if self._label else 0)
+        if config.prompt.max_tokens + deep > facts.max_positions:
             raise EngineError(
                 "prompts may be longer than the model's positions",
-                expected=f"prompt.max_tokens + {trie.depth} <= {facts.max_positions}",
+                expected=f"prompt.max_tokens + {deep} <= {facts.max_positions}",
                 got=f"prompt.max_tokens {config.prompt.max_tokens}",
-                do=f"Set prompt.max_tokens to at most {facts.max_positions - trie.depth}.",
+                do=f"Set prompt.max_tokens to at most {facts.max_positions - deep}.",
             )
         self._projector = self._load_projector()
         num_soft = self._projector.spec.num_tokens if self._projector else 1
-        self._prompts = PromptBuilder(config.prompt, tokenizer, space, trie, num_soft)
+        self._prompts = PromptBuilder(config.prompt, tokenizer, tokens, trie, num_soft)
         task = config.task
-        self._index = to_device(trie, space, task.score_norm, facts.device, task.quota)
+        self._maybe_index: DeviceTrie | None = None
+        if trie is not None and tokens is not None:
+            self._maybe_index = to_device(trie, tokens, task.score_norm, facts.device, task.quota)
         self._segments: tuple[EligibleTrie, Tensor] | None = None
+        self._shared: tuple[Ragged, TokenTree] | None = None
         self._widths: tuple[int, ...] = ()
-        if config.task.generate is not None:
-            self._widths = config.task.generate.widths(trie.depth)
+        if task.generate is not None:
+            self._widths = task.generate.widths(config.space.num_levels)
+
+    @property
+    def _index(self) -> DeviceTrie:
+        assert self._maybe_index is not None, "a task that needs no items asked for them"
+        return self._maybe_index
+
+    @property
+    def _trie(self) -> SidTrie:
+        return self._index.trie
 
     def prepare(self, users: UserBatch) -> Prepared:
         """Prompts and packs of a shard; users whose prompt cannot be built are in no pack."""
         prompts = self._prompts.build(users)
+        labels = None
+        if self._label is not None:
+            labels = self._label.read(users.labels, users.num_users)
         usable = np.ones(users.num_users, dtype=bool)
         usable[[r.user for r in prompts.rejections]] = False
+        usable[[r.user for r in labels.rejections] if labels else []] = False
         nodes = np.zeros(users.num_users, dtype=np.int64)
+        shared_tree = None
         if users.candidates is not None:
-            nodes += tree_rows(self._trie, users.candidates)
+            nodes, shared_tree = self._tree_rows(users.candidates)
             if self._config.task.generate is None:
-                usable &= users.candidates.lengths > 0  # nothing to do for them
+                usable &= users.candidates.scorable > 0  # nothing to do for the others
         rows = nodes.copy()
         if self._widths:
             rows += rows_per_prompt(self._index, self._widths)
@@ -126,14 +144,21 @@ class Engine:
             self._config.engine.max_batch_tokens, self._config.engine.max_batch_users
         )
         packs = [kept[p] for p in pack_users(prompts.lengths[kept], rows[kept], budget)]
-        return Prepared(users=users, prompts=prompts, tree_rows=nodes, packs=packs)
+        return Prepared(
+            users=users,
+            prompts=prompts,
+            labels=labels,
+            tree_rows=nodes,
+            shared_tree=shared_tree,
+            packs=packs,
+        )
 
     @torch.inference_mode()
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
         """Everything the task asks for about the users of one pack, numbered as in `pack`."""
         users = prepared.users.take(pack)
         max_rows = self._config.engine.max_batch_tokens
-        candidates = users.candidates if self._config.task.score is not None else None
+        candidates = users.candidates if self._config.task.uses_candidates else None
         max_nodes = 0
         if candidates is not None:
             max_nodes += min(int(prepared.tree_rows[pack].sum()), max_rows)
@@ -148,13 +173,11 @@ class Engine:
         failed = np.zeros(users.num_users, dtype=bool)
         scored = generated = None
         if candidates is not None:
-            scores, tree_rows = score_in_parts(
-                self._backend, context, self._index, candidates, max_rows
-            )
-            scored = _item_scores(candidates, scores)
+            scored, tree_rows = self._score(context, prepared, pack, candidates)
             rows += tree_rows
             failed[scored.user[~np.isfinite(scored.score)]] = True
-            naive += candidates.lengths * (prompt_rows + self._trie.depth)
+            naive += candidates.lengths * prompt_rows + self._candidate_tokens(candidates)
+            scored = _without_forbidden(scored, users)
         if self._config.task.generate is not None:
             generated, beams_failed, beam_rows_used = self._generate(
                 context, users, self._config.task.generate
@@ -170,6 +193,85 @@ class Engine:
             rows=rows,
             rows_naive=naive,
         )
+
+    @property
+    def embedding_width(self) -> int:
+        """Numbers of an embedding."""
+        return self._backend.facts.embedding_width
+
+    @torch.inference_mode()
+    def embed(self, prepared: Prepared, pack: Ints) -> np.ndarray:
+        """Embeddings of the users of one pack `[users, hidden]` float32."""
+        settings = self._config.task.embed
+        assert settings is not None, "the task does not embed"
+        users = prepared.users.take(pack)
+        packed = prepared.prompts.pack(pack, self._soft_vectors(users))
+        out = self._backend.embed(packed, settings.pooling)
+        if settings.normalize:
+            out = torch.nn.functional.normalize(out, dim=-1)
+        return out.cpu().numpy()
+
+    def _score(
+        self, context: Context, prepared: Prepared, pack: Ints, candidates: CandidateSets
+    ) -> tuple[ItemScores, Ints]:
+        """Scores, or labels, of all candidates; and the nodes forwarded per user."""
+        task, max_rows = self._config.task, self._config.engine.max_batch_tokens
+        lists = candidates.lists()
+        tree = None
+        if prepared.shared_tree is not None:
+            tree = repeat_trees(prepared.shared_tree, candidates.sets, candidates.of_user)
+        if task.label is None:
+            assert task.score is not None, "a task with candidates scores or labels them"
+            scores, rows = score_in_parts(
+                self._backend,
+                context,
+                self._index,
+                lists,
+                max_rows,
+                tree=tree,
+                length_norm=task.score.length_norm,
+            )
+            return ItemScores(user=lists.row_ids, item=lists.values, score=_host(scores)), rows
+        assert self._label is not None, "set up with the task"
+        assert prepared.labels is not None, "prepared with the task"
+        labels, rows = label_items(
+            self._backend,
+            context,
+            self._index,
+            lists,
+            prepared.labels.of_user.take(pack),
+            prepared.labels.columns,
+            suffix=self._label.suffix,
+            softmax=task.label.softmax,
+            max_rows=max_rows,
+            tree=tree,
+        )
+        every = _host(labels)
+        return (
+            ItemScores(user=lists.row_ids, item=lists.values, score=every[:, 0], labels=every),
+            rows,
+        )
+
+    def _tree_rows(self, candidates: CandidateSets) -> tuple[Ints, TokenTree | None]:
+        """Nodes that each user's candidates forward `[U]`; and the tree of sets that are shared,
+        built once for all shards that have them."""
+        leaves = self._label is not None
+        suffix = candidates.sets.lengths * (len(self._label.suffix) if self._label else 0)
+        if self._shared is None or not candidates.shared or not _same(self._shared[0], candidates):
+            tree = build_token_tree(self._trie, candidates.sets, forward_leaves=leaves)
+            self._shared = (candidates.sets, tree) if candidates.shared else None
+        else:
+            tree = self._shared[1]
+        rows = (tree.rows_per_user + suffix)[candidates.of_user]
+        return rows, tree if candidates.shared else None
+
+    def _candidate_tokens(self, candidates: CandidateSets) -> Ints:
+        """Tokens of each user's candidates `[U]`, of their labels' suffixes too."""
+        trie, sets = self._trie, candidates.sets
+        depth = trie.depth_of_node[trie.node_of_sid[trie.sid_of_item[sets.values]]]
+        more = len(self._label.suffix) if self._label else 0
+        total = np.bincount(sets.row_ids, weights=depth + more, minlength=sets.num_rows)
+        return total.astype(np.int64)[candidates.of_user]
 
     def close(self) -> None:
         """Free the device."""
@@ -213,91 +315,67 @@ class Engine:
         self, context: Context, users: UserBatch, settings: GenerateSettings
     ) -> tuple[SidBeams, np.ndarray, Ints]:
         """Beams of all users; with `exact`, again and wider for those not certified."""
-        device = self._index.device
         eligible, segments = self._eligible(users.eligibility)
         dead = None
         if users.excluded is not None and len(users.excluded.values):
             keys = dead_nodes(self._trie, users.excluded, users.eligibility, eligible)
-            dead = torch.from_numpy(keys).to(device)
-        everyone = np.arange(users.num_users, dtype=np.int64)
-
-        def search(rows: Ints, widths: tuple[int, ...]) -> Beams:
-            prompts = torch.from_numpy(rows).to(device)
-            some = max(1, _MAX_SLOTS // most_slots(self._index, widths))
-            parts = [
-                beam_search(
-                    self._backend,
-                    context,
-                    self._index,
-                    prompts=part,
-                    widths=widths,
-                    k=min(self._config.task.k, self._trie.num_sids),
-                    dead=dead,
-                    segments=segments,
-                )
-                for part in (prompts[at : at + some] for at in range(0, len(prompts), some))
-            ]
-            return join_beams(parts)
-
-        widths = self._widths
-        beams = search(everyone, widths)
-        result = _HostBeams(beams, users.num_users, max(widths))
-        open_rows = result.uncertified()
-        while settings.exact and len(open_rows) and min(widths) < settings.max_width:
-            widths = tuple(min(2 * max(w, 1), settings.max_width) for w in widths)
-            result.replace(open_rows, search(open_rows, widths), max(widths))
-            open_rows = result.uncertified()
-        return result.beams(), result.failed, result.rows
-
-
-class _HostBeams:
-    """Beams of a batch on the host, some of them replaced by wider searches."""
-
-    def __init__(self, beams: Beams, num_users: int, width: int) -> None:
-        self._sid = beams.sid.cpu().numpy().copy()
-        self._score = beams.score.float().cpu().numpy().copy()
-        self._pruned = beams.pruned.float().cpu().numpy().copy()
-        self._mass = beams.legal_mass.float().cpu().numpy()
-        self.failed = beams.failed.cpu().numpy().copy()
-        self.rows = np.full(num_users, beams.rows, dtype=np.int64)
-        self._width = np.full(num_users, width, dtype=np.int64)
-
-    def uncertified(self) -> Ints:
-        """Users whose worst result does not beat what was dropped, or who lack results for it."""
-        worst = self._score[:, -1]  # -inf when there are fewer than k
-        certified = (worst > self._pruned) | (self._pruned == -np.inf)
-        return np.flatnonzero(~certified & ~self.failed).astype(np.int64)
-
-    def replace(self, users: Ints, beams: Beams, width: int) -> None:
-        """Take a wider search's answer for `users`."""
-        self._sid[users] = beams.sid.cpu().numpy()
-        self._score[users] = beams.score.float().cpu().numpy()
-        self._pruned[users] = beams.pruned.float().cpu().numpy()
-        self.failed[users] |= beams.failed.cpu().numpy()
-        self.rows[users] += beams.rows
-        self._width[users] = width
-
-    def beams(self) -> SidBeams:
-        """Flat results, users in order, best first."""
-        user, place = np.nonzero(self._score > -np.inf)
-        return SidBeams(
-            user=user.astype(np.int64),
-            sid=self._sid[user, place],
-            score=self._score[user, place],
-            pruned=self._pruned,
-            legal_mass=self._mass,
-            width=self._width,
+            dead = torch.from_numpy(keys).to(self._index.device)
+        return search(
+            self._backend,
+            context,
+            self._index,
+            settings,
+            widths=self._widths,
+            k=min(self._config.task.k, self._trie.num_sids),
+            dead=dead,
+            segments=segments,
         )
 
 
-def _item_scores(candidates: Ragged, scores: Tensor) -> ItemScores:
-    return ItemScores(
-        user=candidates.row_ids, item=candidates.values, score=scores.float().cpu().numpy()
+def _item_tokens(
+    config: RunConfig, trie: SidTrie | None, tokenizer: Tokenizer, vocab_size: int
+) -> ItemTokens | None:
+    """What the codes of the trie are to the model; None where no item is ever named."""
+    if config.sid is not None:
+        return bind_space(config, tokenizer)
+    return None if trie is None else TextTokens(vocab_size, trie.depth)
+
+
+def _same(sets: Ragged, candidates: CandidateSets) -> bool:
+    return np.array_equal(sets.offsets, candidates.sets.offsets) and np.array_equal(
+        sets.values, candidates.sets.values
     )
 
 
+def _without_forbidden(scored: ItemScores, users: UserBatch) -> ItemScores:
+    """Without items of shared sets that are excluded or not eligible for their user."""
+    assert users.candidates is not None, "scored without candidates"
+    if not users.candidates.shared:
+        return scored  # a set of one's own holds none
+    allowed = np.ones(len(scored.user), dtype=bool)
+    if users.excluded is not None and len(users.excluded.values):
+        size = int(max(scored.item.max(initial=0), users.excluded.values.max())) + 1
+        gone = users.excluded.row_ids * size + users.excluded.values
+        allowed &= ~np.isin(scored.user * size + scored.item, gone)
+    if users.eligibility is not None:
+        allowed &= users.eligibility.of(scored.user, scored.item)
+    if allowed.all():
+        return scored
+    labels = None if scored.labels is None else scored.labels[allowed]
+    return ItemScores(
+        user=scored.user[allowed],
+        item=scored.item[allowed],
+        score=scored.score[allowed],
+        labels=labels,
+    )
+
+
+def _host(scores: Tensor) -> np.ndarray:
+    return scores.float().cpu().numpy()
+
+
 @contextmanager
-def open_engine(config: RunConfig, trie: SidTrie) -> Iterator[Engine]:
+def open_engine(config: RunConfig, trie: SidTrie | None) -> Iterator[Engine]:
     """Start the configured backend and build the engine over it; the device is freed at the end.
 
     Raises:

@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from jobs.run import load_plan, manifest_path
 from pipelines import files
-from pipelines.catalog import Catalog, is_saved, open_catalog
-from pipelines.prepare import catalog_dir, shard_of, shards_of
+from pipelines.catalog import Catalog, is_saved
+from pipelines.items import catalog_dir, open_items
+from pipelines.prepare import shard_of, shards_of
 from pipelines.publish.parquet import partition_name, record_path
 from pipelines.run_shard import load_receipt
 from schemas.errors import ConfigError, StorageError, quoted
@@ -82,6 +83,7 @@ class UserView:
     user: str
     rows: list[dict[str, Any]]  # rank, item_id, title, score, source
     exact: bool | None
+    embedding: list[float] | None = None
     run_id: str
     why_not: str | None
 
@@ -110,10 +112,15 @@ def show_user(config: RunConfig, user: str) -> UserView:
     if rows.is_empty():
         why = _why_not(plan, index, user)
         return UserView(user=user, rows=[], exact=None, run_id=plan.run_id, why_not=why)
+    if "embedding" in rows.columns:
+        vector = rows["embedding"][0].to_list()
+        return UserView(
+            user=user, rows=[], exact=None, embedding=vector, run_id=plan.run_id, why_not=None
+        )
     exact = bool(rows["exact"][0])
     if "items" in rows.columns:  # the wide layout
         rows = rows.select("items").explode("items").unnest("items").with_row_index("rank", 1)
-    catalog = open_catalog(catalog_dir(plan)) if is_saved(catalog_dir(plan)) else None
+    catalog = open_items(plan) if is_saved(catalog_dir(plan)) else None
     titles = _titles(catalog, rows["item_id"])
     rows = rows.select("rank", "item_id", "score", "source").with_columns(titles).sort("rank")
     return UserView(user=user, rows=rows.to_dicts(), exact=exact, run_id=plan.run_id, why_not=None)

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.device import bind_gpu, num_cpus, visible_gpus
 from jobs.run import Progress
-from pipelines.catalog import Catalog, open_catalog
-from pipelines.prepare import catalog_dir
+from pipelines.catalog import Catalog
+from pipelines.items import open_items
 from pipelines.run_shard import run_shard
 from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
 from schemas.runs import RunPlan, Shard
@@ -77,7 +77,7 @@ def _devices(plan: RunPlan, num_shards: int) -> list[_Device]:
     return [_Device(None, max(1, num_cpus() // count))] * count
 
 
-def _start_engine(plan: RunPlan, catalog: Catalog) -> AbstractContextManager[Engine]:
+def _start_engine(plan: RunPlan, catalog: Catalog | None) -> AbstractContextManager[Engine]:
     """The engine of this process. It loads torch: call it where the device is already bound.
 
     Raises:
@@ -91,11 +91,11 @@ def _start_engine(plan: RunPlan, catalog: Catalog) -> AbstractContextManager[Eng
             got=str(err),
             do="Install its packages: pip install 'nightshelf[torch]'.",
         ) from err
-    return open_engine(plan.config, catalog.trie)
+    return open_engine(plan.config, catalog.trie if catalog else None)
 
 
 def _run_inline(plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
-    catalog = open_catalog(catalog_dir(plan))
+    catalog = open_items(plan)
     failed: dict[int, str] = {}
     with _start_engine(plan, catalog) as engine:
         for shard in shards:
@@ -274,7 +274,7 @@ def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
         try:
-            catalog = open_catalog(catalog_dir(plan))
+            catalog = open_items(plan)
             with _start_engine(plan, catalog) as engine:
                 pipe.send(("ready", None))
                 while True:
@@ -284,7 +284,7 @@ def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
 
 
 def _run_one(
-    plan: RunPlan, shard: Shard, engine: Engine, catalog: Catalog, pipe: Connection
+    plan: RunPlan, shard: Shard, engine: Engine, catalog: Catalog | None, pipe: Connection
 ) -> None:
     try:
         run_shard(plan, shard, engine, catalog, lambda users: pipe.send(("users", users)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import typer
 from rich.table import Table
@@ -21,16 +22,20 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
     if output is Output.json:
         typer.echo(json.dumps(summary))
         return
+    got = ("  recommended", f"{summary['users_recommended']:,}")
+    if "users_embedded" in summary:
+        got = ("  embedded", f"{summary['users_embedded']:,}")
     console = stdout()
     table = Table(title=f"run {summary['run_id']}", title_justify="left", show_header=False)
     for label, value in (
         ("status", summary["status"]),
         ("users in", f"{summary['users_in']:,}"),
-        ("  recommended", f"{summary['users_recommended']:,}"),
+        got,
         ("  quarantined", f"{summary['users_quarantined']:,}"),
         ("  nothing eligible", f"{summary['users_without_eligible']:,}"),
         ("rows published", f"{summary['rows_published']:,}"),
         ("exact lists", percent(summary["exact_share"])),
+        ("beam widths", _widths(summary["beam_widths"])),
         (
             "rows forwarded",
             f"{summary['rows_forwarded']:,} (one by one: {summary['rows_naive']:,})",
@@ -41,6 +46,13 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
     ):
         table.add_row(label, str(value))
     console.print(table)
+
+
+def _widths(widths: dict[int, int] | None) -> str:
+    """How many users were searched with which beam."""
+    if not widths:
+        return "-"
+    return ", ".join(f"{width} ({users:,} users)" for width, users in widths.items())
 
 
 def percent(share: float | None) -> str:
@@ -129,7 +141,7 @@ def print_runs(runs: list[RunStatus], output: Output) -> None:
 def print_user(view: UserView, config: RunConfig, output: Output) -> None:
     """One user's recommendations."""
     if output is Output.json:
-        found = {
+        found: dict[str, Any] = {
             "user": view.user,
             "ds": config.ds,
             "surface": config.surface,
@@ -138,10 +150,16 @@ def print_user(view: UserView, config: RunConfig, output: Output) -> None:
             "why_not": view.why_not,
             "items": view.rows,
         }
+        if view.embedding is not None:
+            found["embedding"] = view.embedding
         typer.echo(json.dumps(found))
         return
     if view.why_not is not None:
         typer.echo(f"user {view.user} has no recommendations: {view.why_not}")
+        return
+    if view.embedding is not None:
+        first = ", ".join(f"{x:.4f}" for x in view.embedding[:8])
+        typer.echo(f"user {view.user}: embedding of {len(view.embedding)} numbers: {first}, …")
         return
     exact = "proven exact" if view.exact else "not proven exact"
     table = Table(

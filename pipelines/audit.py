@@ -10,9 +10,10 @@ import polars as pl
 import pyarrow.compute as pc
 
 from pipelines import files
-from pipelines.catalog import Catalog, open_catalog
+from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
-from pipelines.prepare import catalog_dir, shards_of
+from pipelines.items import open_items
+from pipelines.prepare import shards_of
 from pipelines.read import eligibility_columns
 from schemas.runs import AuditReport, Counts, GateResult, RunPlan, Shard, ShardReceipt
 from schemas.tables import EXCLUDED_LIST
@@ -24,12 +25,12 @@ def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
     gates = [
         _conservation(plan, counts, receipts),
         _staged_files(plan, receipts),
-        *_row_gates(plan, receipts),
+        *(_embedding_gates if plan.config.task.embed else _row_gates)(plan, receipts),
         _at_least(
             "coverage",
-            counts.users_recommended / max(counts.users_in, 1),
+            (counts.users_recommended + counts.users_embedded) / max(counts.users_in, 1),
             plan.config.audit.min_coverage,
-            "share of users with a recommendation",
+            "share of users with a result",
         ),
         _at_most(
             "quarantine_rate",
@@ -81,7 +82,8 @@ def _staged_files(plan: RunPlan, receipts: list[ShardReceipt]) -> GateResult:
 
 def _row_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateResult]:
     """Checks on the rows. A user is in one shard, so that each shard is checked on its own."""
-    catalog = open_catalog(catalog_dir(plan))
+    catalog = open_items(plan)
+    assert catalog is not None, "recommendations need a catalog"
     items = pl.Series("item_id", pl.from_arrow(catalog.item_ids))
     shards = shards_of(plan)
     details = {
@@ -116,6 +118,27 @@ def _row_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateResult]:
         bad["catalog_validity"] += rows.filter(~pl.col("item_id").is_in(items.implode())).height
         bad["ineligible_items"] += _ineligible(plan, shards[receipt.shard], rows, catalog)
         bad["excluded_items"] += rows.join(excluded, on=["user_id", "item_id"], how="semi").height
+    return [_gate(name, count, details[name]) for name, count in bad.items()]
+
+
+def _embedding_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateResult]:
+    """Checks on embeddings, shard by shard."""
+    details = {
+        "duplicates": "a user stands more than once",
+        "vectors": "a vector holds NaN or Inf",
+        "widths": "vectors have another width than those of the first shard",
+        "rows": "rows differ from the receipts",
+    }
+    bad = dict.fromkeys(details, 0)
+    width: int | None = None
+    for receipt in receipts:
+        table = files.read_parquet(files.join(plan.run_dir, receipt.result.path))
+        column = table.column("embedding").combine_chunks()
+        width = width or column.type.list_size
+        bad["rows"] += abs(len(table) - receipt.counts.rows_staged)
+        bad["duplicates"] += len(table) - pc.count_distinct(table.column("user_id")).as_py()
+        bad["vectors"] += int((~np.isfinite(column.flatten().to_numpy())).sum())
+        bad["widths"] += int(column.type.list_size != width)
     return [_gate(name, count, details[name]) for name, count in bad.items()]
 
 

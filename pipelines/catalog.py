@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from engine.sid_trie import SidTrie, build_trie
+from engine.sid_trie import EndCodes, SidTrie, build_trie
+from engine.tokenizer import Tokenizer
+from pipelines import files
 from pipelines.catalog_readers import Bind, read_file
 from schemas.errors import CatalogError, TableError, quoted
 from schemas.requests import Ints
 from schemas.semantic_ids import CODE_FIELD, SidSpace
-from schemas.tables import CATALOG, ID_TYPES, TableContract, catalog_contract, id_type
+from schemas.settings import TextSettings
+from schemas.tables import (
+    CATALOG,
+    ID_TYPES,
+    TableContract,
+    catalog_contract,
+    id_type,
+    text_catalog_contract,
+)
 
 _EXTRA = ("popularity", "title", "text")
+_TEXTS = 1 << 16  # texts tokenised at a time
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,8 @@ def read_catalog(
     space: SidSpace,
     bind: Bind | None = None,
     attributes: tuple[str, ...] = (),
+    *,
+    end_after: Literal["prefix", "every"] = "prefix",
 ) -> Catalog:
     """Read catalog files of any layout, check every item, and build the trie.
 
@@ -91,15 +106,104 @@ def read_catalog(
         space: the SID space.
         bind: gives the token id of every code; needed for files that hold token ids.
         attributes: columns to keep besides those of the contract.
+        end_after: which SIDs the space's end token closes, where it has one.
 
     Raises:
         TableError: a file breaks the contract.
         CatalogError: a null or repeated item id, or a semantic ID outside the space.
     """
+    contract = catalog_contract(attributes)
+    table = _read_items(paths, contract, lambda path: read_file(path, space, bind))
+    ids = table.column("item_id").combine_chunks()
+    end = None
+    if space.end_codes is not None:
+        end = EndCodes(space.end_codes, every=end_after == "every")
+    with _naming(paths):
+        codes = read_codes(table.column("sid").combine_chunks(), ids, space)
+        trie = build_trie(codes, lambda row: _item(ids, row), end=end)
+    return _catalog(table, trie, attributes)
+
+
+def read_text_catalog(
+    paths: list[str],
+    settings: TextSettings,
+    tokenizer: Tokenizer,
+    vocab_size: int | None,
+    attributes: tuple[str, ...] = (),
+) -> Catalog:
+    """Read a catalog whose items are named by a text; the trie is over the texts' tokens.
+
+    Args:
+        paths: Parquet files.
+        settings: which column, and how long a text may be.
+        tokenizer: of the model.
+        vocab_size: ids the model has; None: any.
+        attributes: columns to keep besides those of the contract.
+
+    Raises:
+        TableError: a file breaks the contract.
+        CatalogError: a null or repeated item id; a text that is null, empty, too long, or holds a
+        token the model does not have.
+    """
+    contract = text_catalog_contract(settings.column, attributes)
+    table = _read_items(paths, contract, files.read_parquet)
+    ids = table.column("item_id").combine_chunks()
+    with _naming(paths):
+        texts = table.column(settings.column).combine_chunks()
+        codes = _codes_of_texts(texts, ids, settings, tokenizer, vocab_size)
+        trie = build_trie(codes, lambda row: _item(ids, row), prefixes=True)
+    return _catalog(table, trie, (settings.column, *attributes))
+
+
+def _codes_of_texts(
+    texts: pa.Array, ids: pa.Array, settings: TextSettings, tokenizer: Tokenizer, vocab: int | None
+) -> NDArray[np.int32]:
+    """Token ids of each text `[N, longest]`, -1 behind shorter ones."""
+    missing = np.flatnonzero(texts.is_null().to_numpy(zero_copy_only=False))
+    if len(missing):
+        raise CatalogError(
+            f"catalog: {settings.column} is null, and it names the items",
+            got=f"{_item(ids, int(missing[0]))}; {len(missing)} such items",
+        )
+    parts, lengths = [], []
+    for begin in range(0, len(texts), _TEXTS):  # tokens as Python lists are large
+        tokens = tokenizer.encode_texts(texts[begin : begin + _TEXTS].to_pylist())
+        lengths.append(np.asarray([len(one) for one in tokens], dtype=np.int64))
+        parts.append(np.asarray([t for one in tokens for t in one], dtype=np.int64))
+    length, flat = np.concatenate(lengths), np.concatenate(parts)
+    item = np.repeat(np.arange(len(texts)), length)
+    faults = (
+        (length == 0, "has no token", "at least one token"),
+        (length > settings.max_tokens, "is too long", f"at most {settings.max_tokens} tokens"),
+        (
+            np.bincount(item[flat >= (vocab or 1 << 31)], minlength=len(texts)) > 0,
+            "holds a token that the model has no embedding for",
+            f"ids below {vocab}",
+        ),
+    )
+    for bad, what, expected in faults:
+        if bad.any():
+            row = int(np.flatnonzero(bad)[0])
+            raise CatalogError(
+                f"catalog: the {settings.column} of an item {what}",
+                expected=expected,
+                got=f"{_item(ids, row)}, {length[row]} tokens; {int(bad.sum())} such items",
+                do="Texts are never cut: shorten them, or raise text.max_tokens."
+                if "long" in what
+                else "",
+            )
+    out = np.full((len(texts), int(length.max())), -1, dtype=np.int32)
+    out[item, np.arange(len(flat)) - np.repeat(np.cumsum(length) - length, length)] = flat
+    return out
+
+
+def _read_items(
+    paths: list[str], contract: TableContract, read: Callable[[str], pa.Table]
+) -> pa.Table:
+    """All files as one table in the order of item ids, `catalog_row` the order they came in."""
     tables = []
     for path in paths:
-        table = read_file(path, space, bind)
-        contract = catalog_contract(attributes)
+        table = read(path)
         contract.check(table.schema, path)
         tables.append(plain_table(table, contract))
     same_columns(tables, paths)
@@ -127,13 +231,21 @@ def read_catalog(
                 f"{int(same.sum())} repeated rows",
                 where=paths[0],
             )
+    return table
+
+
+@contextmanager
+def _naming(paths: list[str]) -> Iterator[None]:
+    """Name the files in any catalog error raised inside."""
     try:
-        codes = read_codes(table.column("sid").combine_chunks(), ids, space)
-        trie = build_trie(codes, lambda row: _item(ids, row))
+        yield
     except CatalogError as err:
         more = f" and {len(paths) - 1} more files" if len(paths) > 1 else ""
         err.where = "; ".join(filter(None, [err.where, paths[0] + more]))
         raise
+
+
+def _catalog(table: pa.Table, trie: SidTrie, attributes: tuple[str, ...]) -> Catalog:
     extra = dict.fromkeys((*_EXTRA, *attributes))
     keep = ["item_id", "catalog_row", *(name for name in extra if name in table.column_names)]
     return Catalog(table.select(keep), trie)

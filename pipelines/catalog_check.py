@@ -19,6 +19,7 @@ from engine.checkpoint import VocabularySizes, vocabulary_sizes
 from engine.tokenizer import Tokenizer, bind_space, load_tokenizer
 from pipelines.catalog import plain_table, read_codes, same_columns, split_texts
 from pipelines.catalog_readers import list_catalog, read_file
+from pipelines.items import catalog_path
 from schemas.errors import CatalogError, NightshelfError, quoted
 from schemas.requests import Ints
 from schemas.semantic_ids import BoundSidSpace, SidSpace
@@ -80,7 +81,7 @@ def check_catalog(config: RunConfig) -> CatalogReport:
     problems += found
     facts = None
     if table is not None:
-        found, facts = _check_items(table, config.sid.space)
+        found, facts = _check_items(table, config.space)
         problems += found
     return CatalogReport(tuple(problems), facts, vocabulary)
 
@@ -100,9 +101,9 @@ def _check_model(config: RunConfig) -> tuple[list[Problem], VocabularySizes | No
     except NightshelfError as err:
         return [
             _of_error("checkpoint", err),
-            *_check_tokens(config.sid.space, tokenizer, None),
+            *_check_tokens(config.space, tokenizer, None),
         ], None
-    return [*_check_tokens(config.sid.space, tokenizer, sizes), *_check_sizes(sizes)], sizes
+    return [*_check_tokens(config.space, tokenizer, sizes), *_check_sizes(sizes)], sizes
 
 
 def _check_tokens(
@@ -110,6 +111,7 @@ def _check_tokens(
 ) -> list[Problem]:
     """SID tokens that are not one token, and those whose id the model does not have."""
     texts = [space.token(lv, c) for lv, size in enumerate(space.sizes) for c in range(size)]
+    texts += [space.end_token] if space.end_token is not None else []
     ids = [tokenizer.token_id(text) for text in texts]
     missing = [text for text, found in zip(texts, ids, strict=True) if found is None]
     problems = []
@@ -152,12 +154,12 @@ def _read(config: RunConfig) -> tuple[pa.Table | None, list[Problem]]:
     problems: list[Problem] = []
     tables: list[pa.Table] = []
     try:
-        paths = list_catalog(config.inputs.catalog)
+        paths = list_catalog(catalog_path(config))
     except NightshelfError as err:
         return None, [_of_error("unreadable", err)]
     for path in paths:
         try:
-            table = read_file(path, config.sid.space, lambda: _bound(config))
+            table = read_file(path, config.space, lambda: _bound(config))
         except NightshelfError as err:
             problems.append(_of_error("unreadable", err))
             continue
@@ -359,6 +361,8 @@ class _Grouped:
 
 def _check_prefixes(grouped: _Grouped, ids: pa.Array, space: SidSpace) -> list[Problem]:
     """SIDs that another SID begins with; -1 sorts first, so the longer one is the next."""
+    if space.end_token is not None:
+        return []  # it closes them
     short, longer = grouped.sids[:-1], grouped.sids[1:]
     bad = np.flatnonzero(((short == longer) | (short < 0)).all(axis=1))
     if not len(bad):

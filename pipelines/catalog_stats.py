@@ -8,9 +8,8 @@ import numpy as np
 
 from engine.sid_trie import SidTrie
 from engine.token_tree import build_token_tree
-from engine.tokenizer import bind_space, load_tokenizer
-from pipelines.catalog import read_catalog
 from pipelines.catalog_readers import list_catalog
+from pipelines.items import catalog_path, read_items
 from schemas.requests import Ragged
 from schemas.semantic_ids import SidSpace
 from schemas.settings import RunConfig
@@ -63,10 +62,8 @@ def catalog_stats(config: RunConfig) -> CatalogStats:
     Raises:
         InputError: the catalog cannot be used; `check_catalog` tells everything that is wrong.
     """
-    paths = list_catalog(config.inputs.catalog)
-    trie = read_catalog(
-        paths, config.sid.space, lambda: bind_space(config, load_tokenizer(config))
-    ).trie
+    space = config.space
+    trie = read_items(config, list_catalog(catalog_path(config))).trie
     group = np.diff(trie.first_item)
     last = trie.num_children[trie.parent[trie.node_of_sid]]
     return CatalogStats(
@@ -77,7 +74,7 @@ def catalog_stats(config: RunConfig) -> CatalogStats:
         first_level_children=int(trie.num_children[0]),
         forced_last_share=float((last == 1).mean()),
         trie_bytes=trie.num_bytes,
-        levels=tuple(_level_stats(trie, d, config.sid.space) for d in range(1, trie.depth + 1)),
+        levels=tuple(_level_stats(trie, d, space) for d in range(1, trie.depth + 1)),
         packing=tuple(_packing_stats(trie, num) for num in _CANDIDATES),
     )
 
@@ -87,7 +84,7 @@ def _level_stats(trie: SidTrie, depth: int, space: SidSpace) -> LevelStats:
     inner = children[children > 0]
     return LevelStats(
         level=depth,
-        available=space.sizes[depth - 1],
+        available=(*space.sizes, 0)[depth - 1] + (space.end_token is not None and depth > 1),
         nodes=len(children),
         children_min=int(inner.min()) if len(inner) else None,
         children_mean=float(inner.mean()) if len(inner) else None,

@@ -15,15 +15,15 @@ import pyarrow as pa
 
 from engine.projector_spec import read_projector_spec
 from engine.registry import check_backend
-from engine.tokenizer import bind_space, load_tokenizer
+from engine.tokenizer import check_model, load_tokenizer
 from pipelines import files
-from pipelines.catalog_readers import describe_catalog, list_catalog
 from pipelines.eligibility import check_types
-from schemas.eligibility import attributes, user_columns
+from pipelines.items import describe_items, items_contract, list_items
+from schemas.eligibility import user_columns
 from schemas.errors import ConfigError, EngineError, StorageError, TableError
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
-from schemas.tables import EXCLUSIONS, candidate_shape, catalog_contract, id_type, users_contract
+from schemas.tables import EXCLUSIONS, IdType, candidate_shape, id_type, users_contract
 
 _LAUNCH_ONLY = ("workers", "max_attempts", "shard_timeout_s", "start_timeout_s")
 _BATCH_ONLY = ("max_batch_tokens", "max_batch_users")
@@ -49,11 +49,13 @@ def plan_run(config: RunConfig) -> RunPlan:
             where=config.inputs.users,
         )
     user_id = id_type(schemas["users"].field("user_id").type)
-    item_id = id_type(schemas["catalog"].field("item_id").type)
+    item_id: IdType = "string"
+    if "catalog" in schemas:
+        item_id = id_type(schemas["catalog"].field("item_id").type)
     _check_id_types(schemas, inputs, user_id, item_id)
     if config.task.eligible is not None:
         check_types(config.task.eligible, schemas["users"], schemas["catalog"])
-    bind_space(config, load_tokenizer(config))
+    check_model(config, load_tokenizer(config))
     _check_writable(config)
 
     hashes = {
@@ -84,8 +86,12 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
     tables: dict[str, InputTable] = {}
     schemas: dict[str, pa.Schema] = {}
     paths = config.inputs.model_dump()
-    if config.task.score is None:
+    if not config.task.uses_candidates:
         del paths["candidates"]
+    if config.task.embed is not None:
+        del paths["exclusions"]
+    if not config.needs_items:
+        del paths["catalog"]
     rule = config.task.eligible
     wanted_of_users = user_columns(rule) if rule else ()
     by_segment = False
@@ -99,16 +105,15 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
                 by_segment=by_segment,
                 eligibility=wanted_of_users,
                 k_column=config.task.k_column,
+                labels_column=config.task.label.labels_column if config.task.label else None,
             ),
-            "catalog": catalog_contract(attributes(rule) if rule else ()),
+            "catalog": items_contract(config),
             "exclusions": EXCLUSIONS,
         }
         found: list[InputFile] = []
-        for file in list_catalog(path) if name == "catalog" else files.list_parquet(path, name):
+        for file in list_items(config) if name == "catalog" else files.list_parquet(path, name):
             if name == "catalog":
-                described, schema = describe_catalog(
-                    file, config.sid.space, lambda: bind_space(config, load_tokenizer(config))
-                )
+                described, schema = describe_items(config, file)
             else:
                 described, schema = files.describe_file(file, name)
             if name == "candidates":

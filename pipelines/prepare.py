@@ -20,10 +20,10 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
-from engine.tokenizer import bind_space, load_tokenizer
 from pipelines import files
-from pipelines.catalog import is_saved, read_catalog
-from schemas.eligibility import attributes, user_columns
+from pipelines.catalog import is_saved
+from pipelines.items import catalog_dir, read_items
+from schemas.eligibility import user_columns
 from schemas.runs import RunPlan, Shard
 from schemas.tables import (
     CANDIDATE_LIST,
@@ -33,6 +33,7 @@ from schemas.tables import (
     FILE,
     ID_TYPES,
     K_COLUMN,
+    LABELS_COLUMN,
     CandidateShape,
     candidate_shape,
     users_contract,
@@ -49,11 +50,6 @@ def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
         (xxhash.xxh64_intdigest(text, seed=SHARD_SEED) for text in texts), dtype=np.uint64
     )
     return np.mod(hashes.view(np.int64), num_shards).astype(np.int32)
-
-
-def catalog_dir(plan: RunPlan) -> str:
-    """Where the run's catalog is saved."""
-    return files.join(plan.run_dir, "catalog")
 
 
 def candidate_sets_path(plan: RunPlan) -> str:
@@ -75,15 +71,9 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
     Raises:
         CatalogError: an item or its semantic ID cannot be used.
     """
-    if not is_saved(catalog_dir(plan)):
+    if "catalog" in plan.inputs and not is_saved(catalog_dir(plan)):
         paths = [file.path for file in plan.inputs["catalog"].files]
-        rule = plan.config.task.eligible
-        read_catalog(
-            paths,
-            plan.config.sid.space,
-            lambda: bind_space(plan.config, load_tokenizer(plan.config)),
-            attributes(rule) if rule else (),
-        ).save(catalog_dir(plan))
+        read_items(plan.config, paths).save(catalog_dir(plan))
     shards = shards_of(plan)
     marker = files.join(plan.run_dir, "shards", "_done")
     if files.exists(marker):
@@ -122,6 +112,8 @@ def _users_columns(plan: RunPlan) -> dict[str, str]:
     out = {name: kinds.get(name, "text") for name in names if name != "user_id"}
     if plan.config.task.k_column is not None:
         out[K_COLUMN] = "k"
+    if plan.config.task.label is not None and plan.config.task.label.labels_column is not None:
+        out[LABELS_COLUMN] = "as it is"
     rule = plan.config.task.eligible
     if rule is not None:  # beside a text copy the prompt may want: these keep their type
         out |= {ELIGIBILITY + name: "as it is" for name in user_columns(rule)}
@@ -180,6 +172,11 @@ def _source(plan: RunPlan, name: str) -> str:
     if name == K_COLUMN:
         assert plan.config.task.k_column is not None, "a shard has a k only if it is configured"
         return plan.config.task.k_column
+    if name == LABELS_COLUMN:
+        label = plan.config.task.label
+        assert label is not None, "a shard has labels only if they are asked for"
+        assert label.labels_column is not None, "a shard has labels only if it is configured"
+        return label.labels_column
     return name.removeprefix(ELIGIBILITY)
 
 

@@ -7,6 +7,7 @@ was both scored as a candidate and generated, its source is `score`. Array opera
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from pipelines.catalog import Catalog
 from schemas.requests import BatchResult, Eligibility, Ints, Ragged, place_within
 from schemas.settings import CollisionPolicy, QuotaSettings
 
-SOURCES = np.asarray(["score", "generate"])
+SOURCES = np.asarray(["score", "generate", "label"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class Ranked:
     item: Ints  # [M]
     score: NDArray[np.float32]  # [M]
     source: NDArray[np.int64]  # [M] index into SOURCES
+    labels: NDArray[np.float32] | None  # [M, most labels]; see ItemScores
     exact: NDArray[np.bool_]  # [U]
     returned: NDArray[np.int32]  # [U]
 
@@ -49,47 +51,70 @@ def rank_batch(
     items is exact when its k-th score beats every prefix the beam search dropped, or when it
     dropped none.
     """
-    user, item, score, source = _collect(result, catalog, excluded, eligibility)
-    kept = ~result.failed[user]
-    user, item, score, source = user[kept], item[kept], score[kept], source[kept]
-    user, item, score, source = _one_source(user, item, score, source, len(catalog.table))
-    sid = catalog.trie.sid_of_item[item].astype(np.int64)
+    rows = _collect(result, catalog, excluded, eligibility)
+    rows = rows.take(~result.failed[rows.user])
+    rows = _one_source(rows, len(catalog.table))
+    sid_of_item = catalog.trie.sid_of_item
     if collisions != "all":
-        keep = _preferred(user, sid, item, catalog, collisions)
-        user, item, score = user[keep], item[keep], score[keep]
-        source, sid = source[keep], sid[keep]
+        sid = sid_of_item[rows.item].astype(np.int64)
+        rows = rows.take(_preferred(rows.user, sid, rows.item, catalog, collisions))
     # Item positions are in the order of item ids; sids are in the order of their codes.
-    order = np.lexsort((item, sid, -score.astype(np.float64), user))
-    user, item, score, source = user[order], item[order], score[order], source[order]
+    best_first = -rows.score.astype(np.float64)
+    rows = rows.take(np.lexsort((rows.item, sid_of_item[rows.item], best_first, rows.user)))
     if quota is not None:
-        group = catalog.trie.prefix_of_sid(quota.level)[catalog.trie.sid_of_item[item]]
-        keep = place_within(user * catalog.trie.num_nodes + group) < quota.max_items
-        user, item, score, source = user[keep], item[keep], score[keep], source[keep]
-    starts = np.searchsorted(user, np.arange(result.num_users))
-    rank = np.arange(len(user)) - starts[user] + 1
-    top = rank <= k[user]
-    exact = _certified(result, user[top], score[top], rank[top], k)
+        group = catalog.trie.prefix_of_sid(quota.level)[sid_of_item[rows.item]]
+        place = place_within(rows.user * catalog.trie.num_nodes + group)
+        rows = rows.take(place < quota.max_items)
+    starts = np.searchsorted(rows.user, np.arange(result.num_users))
+    rank = np.arange(len(rows.user)) - starts[rows.user] + 1
+    top = rank <= k[rows.user]
+    rows, rank = rows.take(top), rank[top]
+    labels = None
+    if result.scored is not None and result.scored.labels is not None:
+        labels = result.scored.labels[rows.entry]
     return Ranked(
-        user=user[top],
-        rank=rank[top].astype(np.int32),
-        item=item[top],
-        score=score[top],
-        source=source[top],
-        exact=exact,
-        returned=np.bincount(user[top], minlength=result.num_users).astype(np.int32),
+        user=rows.user,
+        rank=rank.astype(np.int32),
+        item=rows.item,
+        score=rows.score,
+        source=rows.source,
+        labels=labels,
+        exact=_certified(result, rows.user, rows.score, rank, k),
+        returned=np.bincount(rows.user, minlength=result.num_users).astype(np.int32),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Recommendations being sorted out; all `[M]`."""
+
+    user: Ints
+    item: Ints
+    score: NDArray[np.float32]
+    source: Ints  # index into SOURCES
+    entry: Ints  # place among the scored candidates, -1 for a generated item
+
+    def take(self, which: NDArray[Any]) -> _Rows:
+        """The rows at these places, or where this mask holds."""
+        return _Rows(
+            self.user[which],
+            self.item[which],
+            self.score[which],
+            self.source[which],
+            self.entry[which],
+        )
 
 
 def _collect(
     result: BatchResult, catalog: Catalog, excluded: Ragged, eligibility: Eligibility | None
-) -> tuple[Ints, Ints, NDArray[np.float32], Ints]:
+) -> _Rows:
     """Scored candidates, and the eligible items of generated SIDs, end to end."""
-    users, items, scores, sources = [], [], [], []
+    parts = []
     if result.scored is not None:
-        users.append(result.scored.user)
-        items.append(result.scored.item)
-        scores.append(result.scored.score)
-        sources.append(np.zeros(len(result.scored.user), dtype=np.int64))
+        scored = result.scored
+        source = np.full(len(scored.user), 0 if scored.labels is None else 2, dtype=np.int64)
+        entry = np.arange(len(scored.user), dtype=np.int64)
+        parts.append(_Rows(scored.user, scored.item, scored.score, source, entry))
     if result.generated is not None:
         beams, trie = result.generated, catalog.trie
         members = np.diff(trie.first_item)[beams.sid]
@@ -100,27 +125,19 @@ def _collect(
         allowed = ~np.isin(user * size + item, excluded.row_ids * size + excluded.values)
         if eligibility is not None:
             allowed &= eligibility.of(user, item)
-        users.append(user[allowed])
-        items.append(item[allowed])
-        scores.append(np.repeat(beams.score, members)[allowed])
-        sources.append(np.ones(int(allowed.sum()), dtype=np.int64))
-    return (
-        np.concatenate(users),
-        np.concatenate(items),
-        np.concatenate(scores),
-        np.concatenate(sources),
-    )
+        ones = np.ones(len(user), dtype=np.int64)
+        found = _Rows(user, item, np.repeat(beams.score, members), ones, -ones)
+        parts.append(found.take(allowed))
+    names = ("user", "item", "score", "source", "entry")
+    return _Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-def _one_source(
-    user: Ints, item: Ints, score: NDArray[np.float32], source: Ints, num_items: int
-) -> tuple[Ints, Ints, NDArray[np.float32], Ints]:
-    """Keep each (user, item) once, the scored one before the generated one."""
-    order = np.lexsort((source, user * num_items + item))
-    user, item, score, source = user[order], item[order], score[order], source[order]
-    first = np.ones(len(user), dtype=bool)
-    first[1:] = (user[1:] != user[:-1]) | (item[1:] != item[:-1])
-    return user[first], item[first], score[first], source[first]
+def _one_source(rows: _Rows, num_items: int) -> _Rows:
+    """Each (user, item) once, the scored one before the generated one."""
+    rows = rows.take(np.lexsort((rows.source, rows.user * num_items + rows.item)))
+    first = np.ones(len(rows.user), dtype=bool)
+    first[1:] = (rows.user[1:] != rows.user[:-1]) | (rows.item[1:] != rows.item[:-1])
+    return rows.take(first)
 
 
 def _preferred(

@@ -7,7 +7,6 @@ Nothing here loops over good rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +16,21 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines import files
+from pipelines.candidates import positions, read_candidates
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
-from pipelines.prepare import candidate_sets_path
 from pipelines.validate import QuarantinedRow, UserCheck, ragged
 from schemas.eligibility import Expression, user_columns
-from schemas.requests import Eligibility, Ints, Ragged, UserBatch
+from schemas.requests import CandidateSets, Eligibility, Ints, Labels, Ragged, UserBatch
 from schemas.runs import Counts, RunPlan, Shard
-from schemas.tables import CANDIDATE_LIST, ELIGIBILITY, EXCLUDED_LIST, FILE, K_COLUMN
+from schemas.tables import (
+    CANDIDATE_LIST,
+    ELIGIBILITY,
+    EXCLUDED_LIST,
+    FILE,
+    K_COLUMN,
+    LABELS_COLUMN,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +44,7 @@ class ShardInput:
     counts: Counts
 
 
-def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog) -> ShardInput:
+def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog | None) -> ShardInput:
     """Read and validate one prepared shard.
 
     Raises:
@@ -61,7 +67,7 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog) -> ShardInput:
         candidates_unused=_list_total(table) - _list_total(kept) + _list_total(strays),
     )
     quarantined += _stray_candidates(strays)
-    users, more, item_counts = _to_batch(plan, kept, catalog, check.vectors)
+    users, more, item_counts = _to_batch(plan, shard, kept, catalog, check.vectors)
     return ShardInput(
         users=users,
         user_ids=kept.column("user_id").combine_chunks(),
@@ -98,38 +104,38 @@ def _stray_candidates(strays: pa.Table) -> list[QuarantinedRow]:
     ]
 
 
-def _positions(column: pa.Array, catalog: Catalog) -> tuple[Ragged, pa.Array]:
-    """A column of item-id lists as catalog positions (-1: unknown), and the flat ids themselves."""
-    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-    flat = column.flatten()
-    return Ragged.from_lengths(lengths, catalog.positions(flat)), flat
-
-
 def _to_batch(
-    plan: RunPlan, table: pa.Table, catalog: Catalog, vectors: NDArray[np.float32] | None
+    plan: RunPlan,
+    shard: Shard,
+    table: pa.Table,
+    catalog: Catalog | None,
+    vectors: NDArray[np.float32] | None,
 ) -> tuple[UserBatch, list[QuarantinedRow], Counts]:
-    """Good rows by catalog position; unknown, repeated and excluded candidates are taken out."""
+    """Good rows by catalog position; candidates that cannot be scored are taken out."""
     template = plan.config.prompt.parsed
     counts = Counts()
-    history = user_sids = None
+    history = user_sids = excluded = eligibility = None
     if template.uses("history"):
-        found, _ = _positions(table.column("history").combine_chunks(), catalog)
+        assert catalog is not None, "history needs a catalog"
+        found, _ = positions(table.column("history").combine_chunks(), catalog)
         history = found.keep(found.values >= 0)
         unknown = len(found.values) - len(history.values)
         counts = Counts(unknown_history_items=unknown)
     if template.uses("user_sid"):
         user_sids = ragged(table.column("user_sid").combine_chunks())
-    excluded, _ = _positions(table.column(EXCLUDED_LIST).combine_chunks(), catalog)
-    excluded = excluded.keep(excluded.values >= 0)
-    eligibility = _eligibility(plan, table, catalog)
-    candidates: Ragged | None = None
+    if catalog is not None:
+        excluded, _ = positions(table.column(EXCLUDED_LIST).combine_chunks(), catalog)
+        excluded = excluded.keep(excluded.values >= 0)
+        eligibility = _eligibility(plan, table, catalog)
+    candidates: CandidateSets | None = None
     quarantined: list[QuarantinedRow] = []
-    if plan.config.task.score is not None:
-        found, ids, added = _candidates(plan, table, catalog)
-        candidates, quarantined, item_counts = _clean_candidates(
-            found, ids, excluded, eligibility, table, catalog
+    if plan.config.task.uses_candidates:
+        assert catalog is not None, "candidates need a catalog"
+        assert excluded is not None, "read with the catalog"
+        candidates, quarantined, added = read_candidates(
+            plan, shard, table, catalog, excluded, eligibility
         )
-        counts = counts + item_counts + added
+        counts = counts + added
     texts = {
         name: _texts(table.column(name), plan.config.prompt.null_text) for name in template.columns
     }
@@ -140,10 +146,22 @@ def _to_batch(
         user_sids=user_sids,
         texts=texts,
         candidates=candidates,
+        labels=_labels(table),
         excluded=excluded,
         eligibility=eligibility,
     )
     return users, quarantined, counts
+
+
+def _labels(table: pa.Table) -> Labels | None:
+    """Each user's own labels, an empty list where it has none; None: there is no such column."""
+    if LABELS_COLUMN not in table.column_names:
+        return None
+    column = table.column(LABELS_COLUMN).combine_chunks()
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+    encoded = pc.dictionary_encode(column.flatten())
+    names = tuple(encoded.dictionary.to_pylist())
+    return Labels(names, Ragged.from_lengths(lengths, encoded.indices.to_numpy()))
 
 
 def _eligibility(plan: RunPlan, table: pa.Table, catalog: Catalog) -> Eligibility | None:
@@ -164,83 +182,6 @@ def _texts(column: pa.ChunkedArray, null_text: str | None) -> list[str]:
     filled = filled if null_text is None else pc.fill_null(filled, null_text)
     texts: list[str] = filled.to_pylist()
     return texts
-
-
-def _candidates(
-    plan: RunPlan, table: pa.Table, catalog: Catalog
-) -> tuple[Ragged, pa.Array, Counts]:
-    """Each user's candidates: its own, its segment's, or the shared set."""
-    path = candidate_sets_path(plan)
-    if not files.exists(path):
-        found, ids = _positions(table.column(CANDIDATE_LIST).combine_chunks(), catalog)
-        return found, ids, Counts()
-    sets = files.read_parquet(path)
-    segments = sets.column("segment").combine_chunks()
-    encoded = pc.dictionary_encode(segments, null_encoding="encode")
-    group = encoded.indices.to_numpy().astype(np.int64)
-    order = np.argsort(group, kind="stable").astype(np.int64)
-    ids = sets.column("item").combine_chunks().take(pa.array(order))
-    lists = Ragged.from_lengths(np.bincount(group), catalog.positions(ids))
-    if segments.null_count == len(segments):  # one set shared by all
-        which = np.zeros(len(table), dtype=np.int64)
-    else:
-        wanted = table.column("segment").combine_chunks()
-        found_at = pc.index_in(wanted, value_set=encoded.dictionary)
-        which = pc.fill_null(found_at, -1).to_numpy(zero_copy_only=False).astype(np.int64)
-        lists = Ragged(np.append(lists.offsets, lists.offsets[-1]), lists.values)
-        which = np.where(which < 0, lists.num_rows - 1, which)  # no such segment: the empty list
-    place = Ragged(lists.offsets, np.arange(len(lists.values), dtype=np.int64)).take(which)
-    added = Counts(candidates_in=len(place.values))
-    return (
-        Ragged(place.offsets, lists.values[place.values]),
-        ids.take(pa.array(place.values)),
-        added,
-    )
-
-
-def _clean_candidates(
-    found: Ragged,
-    ids: pa.Array,
-    excluded: Ragged,
-    eligibility: Eligibility | None,
-    table: pa.Table,
-    catalog: Catalog,
-) -> tuple[Ragged, list[QuarantinedRow], Counts]:
-    user = found.row_ids
-    known = found.values >= 0
-    unknown_at = np.flatnonzero(~known)
-    names: Sequence[Any] = table.column("user_id").take(pa.array(user[unknown_at])).to_pylist()
-    unknown_ids = ids.take(pa.array(unknown_at)).to_pylist()
-    quarantined = [
-        QuarantinedRow(
-            table="candidates",
-            key=str(name),
-            rule="unknown_item",
-            message="the candidate is not in the catalog",
-            payload={"item_id": item},
-        )
-        for name, item in zip(names, unknown_ids, strict=True)
-    ]
-    size = len(catalog.table)
-    key = user * size + found.values
-    first = np.zeros(len(key), dtype=bool)
-    known_at = np.flatnonzero(known)
-    _, first_at = np.unique(key[known_at], return_index=True)
-    first[known_at[first_at]] = True
-    forbidden = np.isin(key, excluded.row_ids * size + excluded.values) & first
-    kept = first & ~forbidden
-    ineligible = np.zeros(len(kept), dtype=bool)
-    if eligibility is not None:
-        ineligible[kept] = ~eligibility.of(user[kept], found.values[kept])
-        kept &= ~ineligible
-    counts = Counts(
-        candidates_unknown=len(unknown_at),
-        candidates_duplicate=int((known & ~first).sum()),
-        candidates_excluded=int(forbidden.sum()),
-        candidates_ineligible=int(ineligible.sum()),
-        candidates_scored=int(kept.sum()),
-    )
-    return found.keep(kept), quarantined, counts
 
 
 def quarantine_json(payload: dict[str, Any]) -> str:

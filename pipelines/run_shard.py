@@ -9,17 +9,28 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 
 from pipelines import files
 from pipelines.catalog import Catalog
+from pipelines.embed import embed_shard
 from pipelines.read import ShardInput, read_shard
 from pipelines.score import ShardScores, score_shard
-from pipelines.write import outcome_rows, quarantine_rows, recommendation_rows, stage
+from pipelines.validate import QuarantinedRow
+from pipelines.write import (
+    embedding_outcomes,
+    embedding_rows,
+    outcome_rows,
+    quarantine_rows,
+    recommendation_rows,
+    stage,
+)
 from schemas.errors import AccountingError, NightshelfError, ShardFailedError, StorageError
-from schemas.runs import Counts, RunPlan, Shard, ShardReceipt
+from schemas.runs import Counts, RunPlan, Shard, ShardReceipt, StagedKind
 
 if TYPE_CHECKING:
     from engine.worker import Engine
@@ -50,7 +61,7 @@ def run_shard(
     plan: RunPlan,
     shard: Shard,
     engine: Engine,
-    catalog: Catalog,
+    catalog: Catalog | None,
     progress: Callable[[int], None] = lambda users: None,
 ) -> ShardReceipt:
     """Score one shard and leave its receipt.
@@ -64,31 +75,98 @@ def run_shard(
     attempt = uuid.uuid4().hex[:8]
     with _shard_context(plan, shard):
         data = read_shard(plan, shard, catalog)
-        scores = score_shard(data, engine, catalog, plan.config.task, progress)
-        quarantined = data.quarantined + scores.quarantined
-        counts = _count(data, scores, len(quarantined))
-        recommendations = recommendation_rows(plan, data, scores, catalog)
-        _balance(counts, len(recommendations), shard)
+        if plan.config.task.embed is not None:
+            result = _embed(plan, data, engine, progress)
+        else:
+            assert catalog is not None, "recommendations need a catalog"
+            result = _recommend(plan, data, engine, catalog, progress)
+        _balance(result, shard)
+        tables: dict[StagedKind, pa.Table] = {
+            result.kind: result.rows,
+            "outcomes": result.outcomes,
+            "quarantine": quarantine_rows(plan, shard, result.quarantined),
+        }
         receipt = ShardReceipt(
             run_id=plan.run_id,
             shard=shard.index,
             attempt=attempt,
             files={
-                "recommendations": stage(plan, shard, attempt, "recommendations", recommendations),
-                "outcomes": stage(
-                    plan, shard, attempt, "outcomes", outcome_rows(plan, data, scores)
-                ),
-                "quarantine": stage(
-                    plan, shard, attempt, "quarantine", quarantine_rows(plan, shard, quarantined)
-                ),
+                kind: stage(plan, shard, attempt, kind, table) for kind, table in tables.items()
             },
-            counts=counts,
+            counts=result.counts,
             seconds=time.perf_counter() - started,
-            engine_seconds=scores.engine_seconds,
-            legal_mass_sum=float(np.nansum(scores.legal_mass[~scores.rejected])),
+            engine_seconds=result.engine_seconds,
+            legal_mass_sum=result.legal_mass_sum,
+            beam_widths=result.beam_widths,
         )
         files.write_json(receipt_path(plan, shard), receipt.model_dump(mode="json"))
     return receipt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """What a shard came to: the rows to publish, one outcome per user, and what was set aside."""
+
+    kind: StagedKind
+    rows: pa.Table
+    outcomes: pa.Table
+    quarantined: list[QuarantinedRow]
+    counts: Counts
+    engine_seconds: float
+    legal_mass_sum: float = 0.0
+    beam_widths: dict[int, int] = field(default_factory=dict)
+
+
+def _recommend(
+    plan: RunPlan,
+    data: ShardInput,
+    engine: Engine,
+    catalog: Catalog,
+    progress: Callable[[int], None],
+) -> _Result:
+    scores = score_shard(data, engine, catalog, plan.config.task, progress)
+    quarantined = data.quarantined + scores.quarantined
+    kept = ~scores.rejected
+    widths, users = np.unique(scores.widths[kept & (scores.widths > 0)], return_counts=True)
+    return _Result(
+        kind="recommendations",
+        rows=recommendation_rows(plan, data, scores, catalog),
+        outcomes=outcome_rows(plan, data, scores),
+        quarantined=quarantined,
+        counts=_count(data, scores, len(quarantined)),
+        engine_seconds=scores.engine_seconds,
+        legal_mass_sum=float(np.nansum(scores.legal_mass[kept])),
+        beam_widths=dict(zip(widths.tolist(), users.tolist(), strict=True)),
+    )
+
+
+def _embed(
+    plan: RunPlan, data: ShardInput, engine: Engine, progress: Callable[[int], None]
+) -> _Result:
+    embedded = embed_shard(data, engine, progress)
+    quarantined = data.quarantined + embedded.quarantined
+    kept = ~embedded.rejected
+    tokens = int(embedded.prompt_tokens[kept].sum())
+    counts = data.counts.model_copy(
+        update={
+            "users_embedded": int(kept.sum()),
+            "users_quarantined": data.counts.users_quarantined + int((~kept).sum()),
+            "rows_staged": int(kept.sum()),
+            "rows_quarantined": len(quarantined),
+            "prompt_tokens": tokens,
+            "truncated_tokens": int(embedded.truncated_tokens[kept].sum()),
+            "rows_forwarded": tokens,
+            "rows_naive": tokens,
+        }
+    )
+    return _Result(
+        kind="embeddings",
+        rows=embedding_rows(plan, data, embedded),
+        outcomes=embedding_outcomes(plan, data, embedded),
+        quarantined=quarantined,
+        counts=counts,
+        engine_seconds=embedded.engine_seconds,
+    )
 
 
 @contextmanager
@@ -111,7 +189,7 @@ def _count(data: ShardInput, scores: ShardScores, rows_quarantined: int) -> Coun
     kept = ~scores.rejected
     lost = 0
     if data.users.candidates is not None:
-        lost = int(data.users.candidates.lengths[scores.rejected].sum())
+        lost = int(data.users.candidates.scorable[scores.rejected].sum())
     before = data.counts
     return before.model_copy(
         update={
@@ -131,10 +209,11 @@ def _count(data: ShardInput, scores: ShardScores, rows_quarantined: int) -> Coun
     )
 
 
-def _balance(counts: Counts, rows: int, shard: Shard) -> None:
-    problems = counts.imbalances()
-    if rows != counts.rows_staged:
-        problems.append(f"rows written {rows} != rows ranked {counts.rows_staged}")
+def _balance(result: _Result, shard: Shard) -> None:
+    problems = result.counts.imbalances()
+    rows = len(result.rows)
+    if rows != result.counts.rows_staged:
+        problems.append(f"rows written {rows} != rows ranked {result.counts.rows_staged}")
     if problems:
         raise AccountingError(
             f"{shard.name}: rows do not balance", got="; ".join(problems), do="Nothing was kept."

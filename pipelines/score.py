@@ -30,6 +30,7 @@ class ShardScores:
     item: Ints
     score: NDArray[np.float32]
     source: Ints
+    labels: NDArray[np.float32] | None  # [M, most labels] of task.label, NaN behind a user's own
     exact: NDArray[np.bool_]  # [U]
     returned: NDArray[np.int32]  # [U]
     legal_mass: NDArray[np.float32]  # [U] NaN: not known
@@ -38,6 +39,7 @@ class ShardScores:
     rows: Ints  # [U] forwarded
     rows_naive: Ints  # [U]
     rejected: NDArray[np.bool_]  # [U]
+    widths: Ints  # [U] widest beam; 0: none was used
     quarantined: list[QuarantinedRow]
     engine_seconds: float
 
@@ -54,13 +56,14 @@ def score_shard(
     started = time.perf_counter()
     prepared = engine.prepare(shard.users)
     rejected = np.zeros(num, dtype=bool)
-    quarantined = list(_quarantine(shard, prepared.rejections))
+    quarantined = list(quarantine(shard, prepared.rejections))
     rejected[[r.user for r in prepared.rejections]] = True
     exact = np.zeros(num, dtype=bool)
     returned = np.zeros(num, dtype=np.int32)
     legal_mass = np.full(num, np.nan, dtype=np.float32)
     rows = np.zeros(num, dtype=np.int64)
     rows_naive = np.zeros(num, dtype=np.int64)
+    widths = np.zeros(num, dtype=np.int64)
     parts: list[tuple[Ints, Ranked]] = []
     engine_seconds = time.perf_counter() - started
     for pack in prepared.packs:
@@ -79,11 +82,12 @@ def score_shard(
         )
         failed = pack[result.failed]
         rejected[failed] = True
-        quarantined += _quarantine(shard, (Rejection(int(u), *_NOT_A_NUMBER) for u in failed))
+        quarantined += quarantine(shard, (Rejection(int(u), *_NOT_A_NUMBER) for u in failed))
         exact[pack], returned[pack] = ranked.exact, ranked.returned
         rows[pack], rows_naive[pack] = result.rows, result.rows_naive
         if result.generated is not None:
             legal_mass[pack] = result.generated.legal_mass
+            widths[pack] = result.generated.width
         parts.append((pack, ranked))
         progress(len(pack))
     progress(num - sum(len(pack) for pack in prepared.packs))
@@ -98,6 +102,7 @@ def score_shard(
         item=_concat([ranked.item for _, ranked in parts], np.int64)[order],
         score=_concat([ranked.score for _, ranked in parts], np.float32)[order],
         source=_concat([ranked.source for _, ranked in parts], np.int64)[order],
+        labels=_label_scores([ranked for _, ranked in parts], order) if task.label else None,
         exact=exact,
         returned=returned,
         legal_mass=legal_mass,
@@ -106,6 +111,7 @@ def score_shard(
         rows=rows,
         rows_naive=rows_naive,
         rejected=rejected,
+        widths=widths,
         quarantined=quarantined,
         engine_seconds=engine_seconds,
     )
@@ -114,9 +120,22 @@ def score_shard(
 _NOT_A_NUMBER = ("score_not_finite", "the model gave NaN or -inf for this user")
 
 
-def _quarantine(
+def _label_scores(parts: list[Ranked], order: Ints) -> NDArray[np.float32]:
+    """Label scores of all rows in this order, as wide as the widest part."""
+    scores = [ranked.labels for ranked in parts if ranked.labels is not None]
+    most = max((one.shape[1] for one in scores), default=0)
+    out = np.full((len(order), most), np.nan, dtype=np.float32)
+    begin = 0
+    for one in scores:
+        out[begin : begin + len(one), : one.shape[1]] = one
+        begin += len(one)
+    return out[order]
+
+
+def quarantine(
     shard: ShardInput, rejections: Iterator[Rejection] | list[Rejection]
 ) -> Iterator[QuarantinedRow]:
+    """Rows for the quarantine of users that the engine could not take."""
     for rejection in rejections:
         yield QuarantinedRow(
             table="users",

@@ -124,7 +124,7 @@ class UserCheck:
     def _check_user_sids(self) -> None:
         column = self._table.column("user_sid").combine_chunks()
         self._reject("null_slot", _mask(column.is_null()), "user_sid is null")
-        sizes = np.asarray(self._plan.config.sid.sizes)
+        sizes = np.asarray(self._plan.config.space.sizes)
         lists = ragged(column)
         place = np.arange(len(lists.values)) - np.repeat(lists.offsets[:-1], lists.lengths)
         size = sizes[place % len(sizes)]

@@ -9,34 +9,108 @@ from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from pipelines import files
 from pipelines.catalog import Catalog
+from pipelines.embed import ShardEmbeddings
 from pipelines.rank import SOURCES
 from pipelines.read import ShardInput, quarantine_json
 from pipelines.score import ShardScores
 from pipelines.validate import QuarantinedRow
+from schemas.requests import Ints, Labels, Ragged
 from schemas.runs import RunPlan, Shard, StagedFile
-from schemas.tables import QUARANTINE, outcomes_schema, recommendations_schema
+from schemas.settings import LabelSettings
+from schemas.tables import (
+    QUARANTINE,
+    embeddings_schema,
+    outcomes_schema,
+    recommendations_schema,
+)
 
 
 def recommendation_rows(
     plan: RunPlan, shard: ShardInput, scores: ShardScores, catalog: Catalog
 ) -> pa.Table:
     """Long rows: one per recommendation, by user and rank."""
-    schema = recommendations_schema(plan.user_id_type, plan.item_id_type)
+    label = plan.config.task.label
+    schema = recommendations_schema(plan.user_id_type, plan.item_id_type, labels=label is not None)
     num = len(scores.user)
+    columns = {
+        "user_id": shard.user_ids.take(pa.array(scores.user)),
+        "rank": scores.rank,
+        "item_id": catalog.item_ids.take(pa.array(scores.item)),
+        "score": scores.score,
+        "source": pa.array(SOURCES[scores.source], pa.string()),
+        "exact": pa.array(scores.exact[scores.user]),
+        "run_id": pa.repeat(plan.run_id, num) if num else pa.array([], pa.string()),
+    }
+    if label is not None:
+        assert scores.labels is not None, "a labelling task has label scores"
+        columns["labels"] = _label_lists(label, shard.users.labels, scores.user, scores.labels)
+    return pa.table(columns).cast(schema)
+
+
+def _label_lists(
+    settings: LabelSettings, labels: Labels | None, user: Ints, scores: NDArray[np.float32]
+) -> pa.Array:
+    """Each row's labels with their scores, in the order they were asked for."""
+    default = len(settings.labels)
+    names = [str(name) for name in (*settings.labels, *(labels.names if labels else ()))]
+    if labels is None:
+        mine = Ragged.from_lengths(
+            np.full(len(user), default), np.tile(np.arange(default), len(user))
+        )
+    else:
+        # An empty list stands for the configured labels, which are the first of the names.
+        lists = Ragged(
+            np.append(labels.of_user.offsets, len(labels.of_user.values) + default),
+            np.concatenate([labels.of_user.values + default, np.arange(default)]),
+        )
+        own = labels.of_user.lengths[user] > 0
+        mine = lists.take(np.where(own, user, labels.of_user.num_rows))
+    place = np.arange(len(mine.values)) - mine.offsets[mine.row_ids]
+    struct = pa.StructArray.from_arrays(
+        [
+            pa.array(names, pa.string()).take(pa.array(mine.values)),
+            pa.array(scores[mine.row_ids, place]),
+        ],
+        names=["label", "score"],
+    )
+    return pa.ListArray.from_arrays(pa.array(mine.offsets, pa.int32()), struct)
+
+
+def embedding_rows(plan: RunPlan, shard: ShardInput, embedded: ShardEmbeddings) -> pa.Table:
+    """One vector per user that was not quarantined."""
+    kept = np.flatnonzero(~embedded.rejected)
+    vectors = embedded.vectors[kept]
+    width = vectors.shape[1]
     return pa.table(
         {
-            "user_id": shard.user_ids.take(pa.array(scores.user)),
-            "rank": scores.rank,
-            "item_id": catalog.item_ids.take(pa.array(scores.item)),
-            "score": scores.score,
-            "source": pa.array(SOURCES[scores.source], pa.string()),
-            "exact": pa.array(scores.exact[scores.user]),
-            "run_id": pa.repeat(plan.run_id, num) if num else pa.array([], pa.string()),
+            "user_id": shard.user_ids.take(pa.array(kept)),
+            "embedding": pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), width),
+            "run_id": pa.repeat(plan.run_id, len(kept)) if len(kept) else pa.array([], pa.string()),
         }
-    ).cast(schema)
+    ).cast(embeddings_schema(plan.user_id_type, width))
+
+
+def embedding_outcomes(plan: RunPlan, shard: ShardInput, embedded: ShardEmbeddings) -> pa.Table:
+    """One row per user that was not quarantined."""
+    kept = np.flatnonzero(~embedded.rejected)
+    tokens = embedded.prompt_tokens[kept]
+    return pa.table(
+        {
+            "user_id": shard.user_ids.take(pa.array(kept)),
+            "status": pa.array(["embedded"] * len(kept), pa.string()),
+            "reason": pa.nulls(len(kept), pa.string()),
+            "returned": np.zeros(len(kept), dtype=np.int32),
+            "exact": pa.array(np.zeros(len(kept), dtype=bool)),
+            "legal_mass": pa.nulls(len(kept), pa.float32()),
+            "prompt_tokens": tokens,
+            "truncated_tokens": embedded.truncated_tokens[kept],
+            "rows_forwarded": tokens,
+        }
+    ).cast(outcomes_schema(plan.user_id_type))
 
 
 def outcome_rows(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> pa.Table:
@@ -73,7 +147,7 @@ def _reasons(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> np.ndarra
     candidates = shard.users.candidates
     assert candidates is not None, "a scoring run has candidates"
     reason[short] = "fewer_candidates_than_k"
-    reason[short & (candidates.lengths == 0)] = "no_eligible_candidate"
+    reason[short & (candidates.scorable == 0)] = "no_eligible_candidate"
     return reason
 
 

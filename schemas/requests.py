@@ -103,6 +103,56 @@ class Eligibility:
         return allowed
 
 
+@dataclass(frozen=True, slots=True)
+class CandidateSets:
+    """Items to score, each once per set. User u's are list `of_user[u]` of `sets`.
+
+    Shared sets belong to any number of users, and may hold items that a user must not get; those
+    are scored and left out afterwards. A set of one's own holds none.
+    """
+
+    sets: Ragged  # [G] items
+    of_user: Ints  # [U]
+    forbidden: Ints  # [U] items of the user's set that it must not get
+    shared: bool
+
+    @classmethod
+    def own(cls, lists: Ragged) -> CandidateSets:
+        """A set per user."""
+        of_user = np.arange(lists.num_rows, dtype=np.int64)
+        return cls(lists, of_user, np.zeros_like(of_user), shared=False)
+
+    @property
+    def lengths(self) -> Ints:
+        """Items of each user's set `[U]`."""
+        return self.sets.lengths[self.of_user]
+
+    @property
+    def scorable(self) -> Ints:
+        """Items of each user's set that it may get `[U]`."""
+        return self.lengths - self.forbidden
+
+    def lists(self) -> Ragged:
+        """Each user's candidates, written out `[U]`."""
+        return self.sets.take(self.of_user)
+
+    def take(self, rows: Ints) -> CandidateSets:
+        """The users at `rows`. Sets are shared, not copied."""
+        return CandidateSets(self.sets, self.of_user[rows], self.forbidden[rows], self.shared)
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Labels of each user: lists of positions in `names`, which are token texts or ids."""
+
+    names: tuple[str | int, ...]
+    of_user: Ragged  # [U]
+
+    def take(self, rows: Ints) -> Labels:
+        """The users at `rows`."""
+        return Labels(self.names, self.of_user.take(rows))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserBatch:
     """Users as the engine sees them: valid, joined, and by catalog position."""
@@ -112,7 +162,8 @@ class UserBatch:
     history: Ragged | None = None  # items, latest last
     user_sids: Ragged | None = None  # codes, one per level of the SID space
     texts: Mapping[str, list[str]] = field(default_factory=dict)  # column -> [U]
-    candidates: Ragged | None = None  # items to score, each once per user, none excluded
+    candidates: CandidateSets | None = None
+    labels: Labels | None = None  # what task.label asks about each candidate
     excluded: Ragged | None = None  # items never to return
     eligibility: Eligibility | None = None  # None: everything is eligible
 
@@ -128,7 +179,8 @@ class UserBatch:
             history=ragged(self.history),
             user_sids=ragged(self.user_sids),
             texts={name: [values[r] for r in rows] for name, values in self.texts.items()},
-            candidates=ragged(self.candidates),
+            candidates=None if self.candidates is None else self.candidates.take(rows),
+            labels=None if self.labels is None else self.labels.take(rows),
             excluded=ragged(self.excluded),
             eligibility=self.eligibility.take(rows) if self.eligibility else None,
         )
@@ -150,6 +202,7 @@ class ItemScores:
     user: Ints  # [M]
     item: Ints  # [M]
     score: NDArray[np.float32]  # [M]
+    labels: NDArray[np.float32] | None = None  # [M, most labels] nats; NaN behind a user's own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,7 @@ class Counts(_Record):
 
     users_in: int = 0
     users_recommended: int = 0
+    users_embedded: int = 0
     users_quarantined: int = 0
     users_without_eligible: int = 0
     candidates_in: int = 0
@@ -101,7 +102,12 @@ class Counts(_Record):
 
     def imbalances(self) -> list[str]:
         """Equations that do not hold, in words; empty when everything is accounted for."""
-        users = self.users_recommended + self.users_quarantined + self.users_without_eligible
+        users = (
+            self.users_recommended
+            + self.users_embedded
+            + self.users_quarantined
+            + self.users_without_eligible
+        )
         candidates = (
             self.candidates_scored
             + self.candidates_unknown
@@ -113,8 +119,9 @@ class Counts(_Record):
         problems = []
         if users != self.users_in:
             problems.append(
-                f"users in {self.users_in} != recommended {self.users_recommended} + quarantined "
-                f"{self.users_quarantined} + without eligible {self.users_without_eligible}"
+                f"users in {self.users_in} != recommended {self.users_recommended} + embedded "
+                f"{self.users_embedded} + quarantined {self.users_quarantined} + without eligible "
+                f"{self.users_without_eligible}"
             )
         if candidates != self.candidates_in:
             problems.append(
@@ -124,6 +131,9 @@ class Counts(_Record):
                 f"{self.candidates_duplicate} + unused {self.candidates_unused}"
             )
         return problems
+
+
+StagedKind = Literal["recommendations", "embeddings", "outcomes", "quarantine"]
 
 
 class StagedFile(_Record):
@@ -141,11 +151,18 @@ class ShardReceipt(_Record):
     run_id: str
     shard: int
     attempt: str
-    files: dict[Literal["recommendations", "outcomes", "quarantine"], StagedFile]
+    files: dict[StagedKind, StagedFile]
     counts: Counts
     seconds: float
     engine_seconds: float
     legal_mass_sum: float = 0.0
+    beam_widths: dict[int, int] = {}  # widest beam used -> users
+
+    @property
+    def result(self) -> StagedFile:
+        """The file that is published."""
+        kind: StagedKind = "embeddings" if "embeddings" in self.files else "recommendations"
+        return self.files[kind]
 
 
 class GateResult(_Record):
@@ -203,6 +220,16 @@ class RunManifest(_Record):
             return None
         return round(sum(receipt.legal_mass_sum for receipt in self.shards) / users, 4)
 
+    def _beam_widths(self) -> dict[int, int] | None:
+        """How many users were searched with which widest beam, the narrowest first."""
+        if self.plan.config.task.generate is None:
+            return None
+        widths: dict[int, int] = {}
+        for receipt in self.shards:
+            for width, users in receipt.beam_widths.items():
+                widths[width] = widths.get(width, 0) + users
+        return dict(sorted(widths.items()))
+
     def summary(self) -> dict[str, Any]:
         """The one-line JSON of a run."""
         c = self.counts
@@ -214,6 +241,7 @@ class RunManifest(_Record):
             "surface": self.plan.surface,
             "users_in": c.users_in,
             "users_recommended": c.users_recommended,
+            **({"users_embedded": c.users_embedded} if self.plan.config.task.embed else {}),
             "users_quarantined": c.users_quarantined,
             "users_without_eligible": c.users_without_eligible,
             "candidates_in": c.candidates_in,
@@ -221,6 +249,7 @@ class RunManifest(_Record):
             "rows_published": self.published.rows if self.published else 0,
             "rows_quarantined": c.rows_quarantined,
             "exact_share": _share(c.users_exact, c.users_recommended),
+            "beam_widths": self._beam_widths(),
             "legal_mass": self._legal_mass(),
             "published": self.published.partition if self.published else None,
             "run_dir": self.plan.run_dir,

@@ -26,11 +26,13 @@ class SidSpace:
     """Codebook sizes and token patterns, level by level.
 
     `sizes[l]` is the number of codes of level l; `patterns[l]` holds `{code}` once, e.g.
-    `"<a_{code}>"`.
+    `"<a_{code}>"`. `end_token` may close a semantic ID: behind the codes of level l - 1 it is code
+    `end_codes[l]` of level l, the one after the codebook's.
     """
 
     sizes: tuple[int, ...]
     patterns: tuple[str, ...]
+    end_token: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.patterns):
@@ -58,8 +60,15 @@ class SidSpace:
         """Levels of a full semantic ID."""
         return len(self.sizes)
 
+    @property
+    def end_codes(self) -> tuple[int, ...] | None:
+        """The code of the end token at each level `[levels + 1]`; None: the space has none."""
+        return None if self.end_token is None else (*self.sizes, 0)
+
     def token(self, level: int, code: int) -> str:
         """The text of a code's token."""
+        if self.end_codes is not None and self.end_token and code == self.end_codes[level]:
+            return self.end_token
         return self.patterns[level].replace(CODE_FIELD, str(code))
 
     @cached_property
@@ -123,6 +132,14 @@ class SidSpace:
                 )
             levels.append(np.asarray(found, dtype=np.int64))
         flat = np.concatenate(levels)
+        if self.end_token is not None:
+            end = token_id(self.end_token)
+            if end is None:
+                raise CatalogError(
+                    "sid.end_token is not one token of the tokenizer", got=quoted(self.end_token)
+                )
+            flat = np.append(flat, end)
+            levels = [levels[0], *(np.append(ids, end) for ids in levels[1:]), np.asarray([end])]
         if len(np.unique(flat)) != len(flat):
             raise CatalogError("two semantic-ID codes have the same token id", expected="one each")
         return BoundSidSpace(self, tuple(levels))
@@ -130,7 +147,10 @@ class SidSpace:
 
 @dataclass(frozen=True)
 class BoundSidSpace:
-    """A SID space whose codes are token ids: `token_ids[l][code]`, int64 `[sizes[l]]`."""
+    """A SID space whose codes are token ids: `token_ids[l][code]`, int64 `[sizes[l]]`.
+
+    With an end token every level but the first has one id more, and there is one level more.
+    """
 
     space: SidSpace
     token_ids: tuple[NDArray[np.int64], ...]
@@ -148,7 +168,38 @@ class BoundSidSpace:
     @cached_property
     def table(self) -> NDArray[np.int64]:
         """Token ids as one table `[levels, max size]`, -1 where a level has no such code."""
-        out = np.full((self.num_levels, max(map(len, self.token_ids))), -1, dtype=np.int64)
+        out = np.full((len(self.token_ids), max(map(len, self.token_ids))), -1, dtype=np.int64)
         for level, ids in enumerate(self.token_ids):
             out[level, : len(ids)] = ids
         return out
+
+    def tokens(self, level: NDArray[np.int64], code: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Token ids of codes; elementwise."""
+        found: NDArray[np.int64] = self.table[level, code]
+        return found
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """Items named by text: a code is a token id of the model, at whatever level."""
+
+    vocab_size: int
+    depth: int
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id; what a tokenizer has beyond it is refused when texts are read."""
+        return self.vocab_size - 1
+
+    @cached_property
+    def token_ids(self) -> tuple[NDArray[np.int64], ...]:
+        """Every id of the vocabulary, the same array for each level."""
+        return (np.arange(self.vocab_size, dtype=np.int64),) * self.depth
+
+    def tokens(self, level: NDArray[np.int64], code: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A code is its token."""
+        del level
+        return code
+
+
+ItemTokens = BoundSidSpace | TextTokens

@@ -19,6 +19,9 @@ from schemas.templates import PromptTemplate, parse_template
 
 ScoreNorm = Literal["full_vocab", "sid_range", "level", "trie"]
 CollisionPolicy = Literal["all", "most_popular", "first"]
+ItemName = Literal["sid", "text"]
+LengthNorm = Literal["sum", "mean"]
+Pooling = Literal["last", "mean"]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -59,11 +62,32 @@ class SidSettings(_Section):
     tokens: tuple[str, ...] = Field(
         min_length=1, max_length=16, description="Text of each level's tokens, with {code}"
     )
+    end_token: str | None = Field(
+        None, description="Token that ends a semantic ID; lets one be a prefix of another"
+    )
+    end_after: Literal["prefix", "every"] = Field(
+        "prefix", description="Which SIDs end_token closes: those that are a prefix, or every one"
+    )
 
     @property
     def space(self) -> SidSpace:
         """The space these settings describe."""
-        return SidSpace(self.sizes, self.tokens)
+        return SidSpace(self.sizes, self.tokens, self.end_token)
+
+    @model_validator(mode="after")
+    def _end(self) -> SidSettings:
+        if self.end_after == "every" and self.end_token is None:
+            raise ValueError("sid.end_after: every needs sid.end_token")
+        return self
+
+
+class TextSettings(_Section):
+    """Items that have no semantic ID: a text of the catalog names them to the model."""
+
+    column: Annotated[str, Field(min_length=1)] = Field(
+        "text", description="Catalog column with the text"
+    )
+    max_tokens: Positive = Field(64, description="Longest text; a longer one is an error, not cut")
 
 
 class PromptSettings(_Section):
@@ -87,13 +111,56 @@ class InputSettings(_Section):
     """Where the tables are: a Parquet file, a folder of them, or a glob."""
 
     users: str = Field(description="user_id and what the template names")
-    catalog: str = Field(description="item_id, sid; optional popularity, title, text")
-    candidates: str | None = Field(None, description="Items to score, for task.score")
+    catalog: str | None = Field(
+        None,
+        description="item_id, sid; optional popularity, title, text; only embed can do without",
+    )
+    candidates: str | None = Field(
+        None, description="Items to score, for task.score and task.label"
+    )
     exclusions: str | None = Field(None, description="user_id, item_id: never recommended")
 
 
 class ScoreSettings(_Section):
     """Score the candidate sets of the candidates table."""
+
+    length_norm: LengthNorm = Field(
+        "sum",
+        description="Log-probabilities of an item's tokens: sum, or mean (items named by text)",
+    )
+
+
+class LabelSettings(_Section):
+    """Ask the model about each candidate: the probability of labels behind the item's tokens."""
+
+    labels: tuple[str | int, ...] = Field(
+        min_length=1, description="One token each, as text or id; the first one's score ranks"
+    )
+    labels_column: str | None = Field(
+        None, description="Users column with this user's own labels; null there means labels"
+    )
+    softmax: bool = Field(
+        True, description="Softmax over the labels; false: log p over the whole vocabulary"
+    )
+    suffix: str = Field("", description="Text between the item and the label")
+
+    @model_validator(mode="after")
+    def _labels(self) -> LabelSettings:
+        if len(set(self.labels)) < len(self.labels):
+            raise ValueError("a label stands twice")
+        if self.softmax and len(self.labels) == 1:
+            raise ValueError(
+                "a softmax over one label is 1 for every item; add the other labels, or set "
+                "softmax: false"
+            )
+        return self
+
+
+class EmbedSettings(_Section):
+    """Write the model's hidden state of each user's prompt: an embedding, no recommendations."""
+
+    pooling: Pooling = Field("last", description="last: the prompt's last token; mean: all of them")
+    normalize: bool = Field(False, description="Scale each embedding to length 1")
 
 
 class GenerateSettings(_Section):
@@ -106,16 +173,17 @@ class GenerateSettings(_Section):
     max_width: Positive = Field(4096, description="Widest beam that exact may use")
 
     def widths(self, num_levels: int) -> tuple[int, ...]:
-        """Width of each level that is forwarded (all but the last)."""
+        """Width of each level that is forwarded: all but the last, and that too before an end
+        token."""
         if isinstance(self.width, int):
-            return (self.width,) * max(num_levels - 1, 1)
+            return (self.width,) * num_levels
         if len(self.width) < num_levels - 1:
             raise ConfigError(
                 "task.generate.width is too short",
                 expected=f"one number, or at least {num_levels - 1} (levels of the SID space - 1)",
                 got=quoted(list(self.width)),
             )
-        return tuple(self.width)
+        return (*self.width, self.width[-1])
 
 
 class QuotaSettings(_Section):
@@ -126,7 +194,7 @@ class QuotaSettings(_Section):
 
 
 class TaskSettings(_Section):
-    """What to compute for each user. Give `score: {}`, `generate: {}` or both."""
+    """What to compute for each user: `score`, `generate` or both; or `label`; or `embed`."""
 
     k: Positive = Field(20, description="Recommendations per user")
     k_column: str | None = Field(
@@ -140,6 +208,13 @@ class TaskSettings(_Section):
     )
     score: ScoreSettings | None = Field(None, description="{}: score the candidates")
     generate: GenerateSettings | None = Field(None, description="{…}: search the catalog")
+    label: LabelSettings | None = Field(None, description="{…}: label the candidates")
+    embed: EmbedSettings | None = Field(None, description="{…}: write prompt embeddings")
+
+    @property
+    def uses_candidates(self) -> bool:
+        """Whether the candidates table is read."""
+        return self.score is not None or self.label is not None
 
     @property
     def eligible(self) -> Expression | None:
@@ -148,8 +223,17 @@ class TaskSettings(_Section):
 
     @model_validator(mode="after")
     def _some_task(self) -> TaskSettings:
-        if self.score is None and self.generate is None:
-            raise ValueError("task needs 'score: {}', 'generate: {}' or both")
+        asked = [
+            self.score is not None or self.generate is not None,
+            self.label is not None,
+            self.embed is not None,
+        ]
+        if sum(asked) != 1:
+            raise ValueError(
+                "task needs 'score: {}', 'generate: {}' or both; or 'label: {…}'; or 'embed: {…}'"
+            )
+        if self.label is not None and self.score_norm != "full_vocab":
+            raise ValueError("task.score_norm has no meaning for label; leave it out")
         return self
 
 
@@ -204,7 +288,8 @@ class RunConfig(_Section):
         None, description="Partition date, YYYY-MM-DD; --ds wins"
     )
     engine: EngineSettings = EngineSettings()  # type: ignore[call-arg]
-    sid: SidSettings
+    sid: SidSettings | None = Field(None, description="Items are named by semantic IDs")
+    text: TextSettings | None = Field(None, description="Items are named by their text")
     prompt: PromptSettings
     inputs: InputSettings
     task: TaskSettings
@@ -212,21 +297,24 @@ class RunConfig(_Section):
     run: RunSettings = RunSettings()  # type: ignore[call-arg]
     audit: AuditSettings = AuditSettings()  # type: ignore[call-arg]
 
+    @property
+    def space(self) -> SidSpace:
+        """The SID space; `ConfigError` where items are named by text."""
+        if self.sid is None:
+            raise ConfigError("this needs semantic IDs", expected="a sid section", got="none")
+        return self.sid.space
+
+    @property
+    def needs_items(self) -> bool:
+        """Whether the run reads a catalog. Only embeddings of prompts without history do not."""
+        return self.task.embed is None or self.prompt.parsed.uses("history")
+
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
+        _ = self.task.eligible
+        self._check_items()
+        self._check_task()
         template = self.prompt.parsed
-        _ = self.sid.space, self.task.eligible
-        quota = self.task.quota
-        if quota is not None and quota.level > len(self.sid.sizes):
-            raise ConfigError(
-                "task.quota.level is deeper than the semantic IDs",
-                expected=f"at most {len(self.sid.sizes)}",
-                got=str(quota.level),
-            )
-        if self.task.generate is not None:
-            self.task.generate.widths(len(self.sid.sizes))
-        if self.task.score is not None and self.inputs.candidates is None:
-            raise ConfigError("task.score needs inputs.candidates", got="none")
         runs_a_model = self.engine.backend in ("torch", "trtllm")
         if runs_a_model and self.engine.model is None:
             raise ConfigError(
@@ -237,6 +325,75 @@ class RunConfig(_Section):
         if needs_projector and self.engine.projector is None:
             raise ConfigError("prompt.template has {user_vector} but engine.projector is unset")
         return self
+
+    def _check_items(self) -> None:
+        """How items are named, and that there is a catalog of them."""
+        template = self.prompt.parsed
+        if self.sid is not None:
+            _ = self.sid.space
+        if self.sid is not None and self.text is not None:
+            raise ConfigError("items are named twice", expected="a sid or a text section, not both")
+        if self.needs_items and self.sid is None and self.text is None:
+            raise ConfigError(
+                "nothing names the items to the model",
+                expected="a sid section (semantic IDs), or a text section",
+            )
+        if self.needs_items and self.inputs.catalog is None:
+            raise ConfigError("inputs.catalog is missing", expected="the table of items")
+        if template.uses("user_sid") and self.sid is None:
+            raise ConfigError("prompt.template has {user_sid} but there is no sid section")
+
+    def _check_task(self) -> None:
+        """Settings that exclude each other."""
+        task = self.task
+        if task.uses_candidates and self.inputs.candidates is None:
+            name = "score" if task.score is not None else "label"
+            raise ConfigError(f"task.{name} needs inputs.candidates", got="none")
+        if task.embed is not None and self.output.layout != "long":
+            raise ConfigError(
+                "embeddings have no wide layout", expected="output.layout: long", got="wide"
+            )
+        if task.embed is not None:
+            self._refuse("has no meaning for embed", self._item_settings())
+            return
+        if self.sid is None:
+            settings = self._item_settings()
+            del settings["task.k_column"], settings["task.eligibility"]
+            settings["task.generate"] = task.generate is not None
+            self._refuse("needs semantic IDs, a sid section", settings)
+            return
+        levels = len(self.sid.sizes)
+        if task.quota is not None and task.quota.level > levels:
+            raise ConfigError(
+                "task.quota.level is deeper than the semantic IDs",
+                expected=f"at most {levels}",
+                got=str(task.quota.level),
+            )
+        if task.generate is not None:
+            task.generate.widths(levels)
+        if task.score is not None and task.score.length_norm != "sum":
+            raise ConfigError(
+                "task.score.length_norm: mean is for items named by text",
+                expected="sum, so that a semantic ID scores the same scored and generated",
+                got="mean",
+            )
+
+    def _item_settings(self) -> dict[str, bool]:
+        """Settings about items and lists, and whether they differ from their defaults."""
+        task = self.task
+        return {
+            "task.quota": task.quota is not None,
+            "task.collisions": task.collisions != "all",
+            "task.score_norm": task.score_norm != "full_vocab",
+            "task.k_column": task.k_column is not None,
+            "task.eligibility": task.eligibility is not None,
+        }
+
+    @staticmethod
+    def _refuse(why: str, settings: dict[str, bool]) -> None:
+        for name, is_set in settings.items():
+            if is_set:
+                raise ConfigError(f"{name} {why}", expected="no such setting")
 
 
 def json_schema() -> dict[str, Any]:

@@ -83,6 +83,7 @@ ATTRIBUTE = Kind(
 TEXT = Kind("string", _is_text)
 NUMBER = Kind("number", _is_number)
 INTEGER = Kind("integer", pt.is_integer)
+LABELS = Kind("list of string or of int64", _list_of(_is_id))
 SID = Kind(
     "list of codes, list of token strings, or one string '<a_1><b_2>'",
     lambda dtype: _is_text(dtype) or _list_of(lambda t: pt.is_integer(t) or _is_text(t))(dtype),
@@ -145,10 +146,12 @@ def users_contract(
     by_segment: bool = False,
     eligibility: tuple[str, ...] = (),
     k_column: str | None = None,
+    labels_column: str | None = None,
 ) -> TableContract:
     """The users table, as far as a run reads it.
 
-    That is: the template, candidate sets by segment, the users columns of the eligibility, and k.
+    That is: the template, candidate sets by segment, the users columns of the eligibility, k, and
+    labels.
     """
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
@@ -168,6 +171,8 @@ def users_contract(
     columns += [Column(name, ATTRIBUTE) for name in eligibility if name not in named]
     if k_column is not None:
         columns.append(Column(k_column, INTEGER))
+    if labels_column is not None:
+        columns.append(Column(labels_column, LABELS))
     return TableContract("users", tuple(columns))
 
 
@@ -176,6 +181,14 @@ def catalog_contract(attributes: tuple[str, ...]) -> TableContract:
     named = {column.name for column in CATALOG.columns}
     more = tuple(Column(name, ATTRIBUTE) for name in attributes if name not in named)
     return TableContract("catalog", CATALOG.columns + more)
+
+
+def text_catalog_contract(text: str, attributes: tuple[str, ...] = ()) -> TableContract:
+    """A catalog whose items are named by the column `text`; it needs no semantic IDs."""
+    columns = {c.name: c for c in CATALOG.columns if c.name not in ("sid", text)}
+    columns[text] = Column(text, TEXT)
+    more = [Column(name, ATTRIBUTE) for name in attributes if name not in columns]
+    return TableContract("catalog", (*columns.values(), *more))
 
 
 CATALOG = TableContract(
@@ -230,23 +243,39 @@ DUPLICATE = "shard.duplicate"  # the user stood before
 CANDIDATE_LIST = "shard.candidates"
 EXCLUDED_LIST = "shard.excluded"
 K_COLUMN = "shard.k"
+LABELS_COLUMN = "shard.labels"
 ELIGIBILITY = "eligibility."  # prefix of what task.eligibility reads, in its own type
 
 
-def recommendations_schema(user_id: IdType, item_id: IdType) -> pa.Schema:
+LABEL_SCORES = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
+
+
+def recommendations_schema(user_id: IdType, item_id: IdType, *, labels: bool = False) -> pa.Schema:
     """The published table, long layout, without its partition columns `ds` and `surface`.
 
     Those stand in the path, as Hive, Spark and pyarrow expect: a file that repeats them makes
-    `pyarrow.parquet.read_table(root)` fail.
+    `pyarrow.parquet.read_table(root)` fail. `labels`: with the scores of `task.label`.
     """
+    fields = [
+        pa.field("user_id", ID_TYPES[user_id], nullable=False),
+        pa.field("rank", pa.int32(), nullable=False),
+        pa.field("item_id", ID_TYPES[item_id], nullable=False),
+        pa.field("score", pa.float32(), nullable=False),
+        pa.field("source", pa.string(), nullable=False),
+        pa.field("exact", pa.bool_(), nullable=False),
+        pa.field("run_id", pa.string(), nullable=False),
+    ]
+    if labels:
+        fields.append(pa.field("labels", LABEL_SCORES, nullable=False))
+    return pa.schema(fields)
+
+
+def embeddings_schema(user_id: IdType, width: int) -> pa.Schema:
+    """The published table of `task.embed`: one vector per user."""
     return pa.schema(
         [
             pa.field("user_id", ID_TYPES[user_id], nullable=False),
-            pa.field("rank", pa.int32(), nullable=False),
-            pa.field("item_id", ID_TYPES[item_id], nullable=False),
-            pa.field("score", pa.float32(), nullable=False),
-            pa.field("source", pa.string(), nullable=False),
-            pa.field("exact", pa.bool_(), nullable=False),
+            pa.field("embedding", pa.list_(pa.float32(), width), nullable=False),
             pa.field("run_id", pa.string(), nullable=False),
         ]
     )

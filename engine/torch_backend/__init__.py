@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
-from engine.row_tiles import LEAST_KEYS, TILE, pad_rows, padded
+from engine.row_tiles import pad_rows
 from engine.torch_backend.context import PrefixKV, TorchContext
 from engine.torch_backend.head import Head
 from engine.torch_backend.model import (
@@ -21,10 +21,10 @@ from engine.torch_backend.model import (
     longest_position,
     reference_log_probs,
 )
-from engine.torch_backend.tree_attention import NodePass, PrefixPass, PromptPass, TreePass
+from engine.torch_backend.passes import PrefixPass, TreePass, node_passes, prompt_passes
 from schemas.errors import EngineError
 from schemas.requests import Ints
-from schemas.settings import EngineSettings
+from schemas.settings import EngineSettings, Pooling
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}  # nats, largest difference
@@ -48,6 +48,7 @@ class TorchBackend:
             name="torch",
             vocab_size=vocab_size,
             hidden_size=hidden_size,
+            embedding_width=hidden_size,
             max_positions=longest_position(config),
             dtype=dtype,
             device=device,
@@ -71,14 +72,33 @@ class TorchBackend:
     @torch.inference_mode()
     def prefill(self, prompts: PackedPrompts, max_nodes: int) -> TorchContext:
         """Forward packed prompts; keep KV per prompt and the hidden state of each prompt end."""
+        context, hidden = self._forward_prompts(prompts, max_nodes)
+        context.hidden[: prompts.num_prompts] = hidden[self._put(prompts.offsets[1:] - 1)]
+        return context
+
+    @torch.inference_mode()
+    def embed(self, prompts: PackedPrompts, pooling: Pooling) -> Tensor:
+        """Hidden states behind the final norm, pooled per prompt `[B, hidden]` float32."""
+        context, hidden = self._forward_prompts(prompts, 0)
+        if pooling == "last":
+            return hidden[self._put(prompts.offsets[1:] - 1)].float()
+        # Sums row after row inside a prompt, so that its neighbours cannot change its bits.
+        total = torch.segment_reduce(hidden.float(), "sum", lengths=context.lengths, axis=0)
+        if context.prefix.hidden_sum is not None:
+            total = total + context.prefix.hidden_sum
+        return total / (context.lengths + context.prefix.length)[:, None]
+
+    def _forward_prompts(
+        self, prompts: PackedPrompts, max_nodes: int
+    ) -> tuple[TorchContext, Tensor]:
+        """A context with the prompts' KV, and the last hidden state of each token `[T, hidden]`."""
         prefix = self._prefix(prompts.static_prefix)
-        lengths = prompts.lengths
-        max_length = padded(int(lengths.max()), LEAST_KEYS)
-        owner = np.repeat(np.arange(prompts.num_prompts), lengths)
-        position = np.arange(len(prompts.token_ids)) - prompts.offsets[owner]
+        position = np.arange(len(prompts.token_ids))
+        position -= np.repeat(prompts.offsets[:-1], prompts.lengths)
+        positions = self._put(position + prefix.length)
         context = TorchContext(
-            self._put(lengths),
-            max_length,
+            prompts.lengths,
+            self._facts.device,
             prefix,
             self._facts.hidden_size,
             max_nodes,
@@ -87,11 +107,11 @@ class TorchBackend:
         embedded = self._embed(self._put(prompts.token_ids))
         if prompts.soft_vectors is not None:
             embedded[self._put(prompts.soft_positions)] = prompts.soft_vectors.to(embedded)
-        place = self._put(owner * max_length + position)
-        tree_pass = PromptPass(context, place, len(place), self._independent)
-        hidden = self._forward(embedded, self._put(position + prefix.length), tree_pass)
-        context.hidden[: prompts.num_prompts] = hidden[self._put(prompts.offsets[1:] - 1)]
-        return context
+        hidden = [
+            self._forward(embedded[part.rows], positions[part.rows], part)
+            for part in prompt_passes(context, prompts.offsets, self._independent)
+        ]
+        return context, torch.cat(hidden)
 
     @torch.inference_mode()
     def extend(self, context: TorchContext, nodes: NodeBatch) -> None:
@@ -101,13 +121,10 @@ class TorchBackend:
         first = context.num_nodes
         parent = nodes.parent - context.num_prompts
         context.parent[first : first + num_nodes] = parent.clamp(min=-1)
-        ancestors, is_ancestor = context.ancestors(num_nodes, nodes.max_depth)
-        slots = padded(nodes.num_slots, TILE)
-        place = nodes.prompt * slots + nodes.slot
-        tree_pass = NodePass(context, place, slots, ancestors, is_ancestor, num_nodes)
         position = context.lengths[nodes.prompt] + context.prefix.length + nodes.depth - 1
-        hidden = self._forward(self._embed(nodes.token), position, tree_pass)
-        context.hidden[context.num_rows : context.num_rows + num_nodes] = hidden
+        for part in node_passes(context, nodes, self._independent):
+            hidden = self._forward(self._embed(nodes.token[part.nodes]), position[part.nodes], part)
+            context.hidden[context.num_rows + part.nodes] = hidden
         context.num_nodes += num_nodes
 
     @torch.inference_mode()
@@ -148,7 +165,8 @@ class TorchBackend:
             if len(tokens):
                 positions = torch.arange(len(tokens), device=self._facts.device)
                 tree_pass = PrefixPass(prefix, len(tokens), self._independent)
-                self._forward(self._embed(self._put(tokens)), positions, tree_pass)
+                hidden = self._forward(self._embed(self._put(tokens)), positions, tree_pass)
+                prefix.hidden_sum = hidden.float().sum(dim=0)
             prefix.length = len(tokens)
             self._prefixes[key] = prefix
         return self._prefixes[key]

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.row_tiles import LEAST_KEYS, padded
+from schemas.requests import Ints
+
 
 @dataclass(slots=True)
 class PrefixKV:
@@ -19,6 +22,7 @@ class PrefixKV:
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     length: int = 0
+    hidden_sum: Tensor | None = None  # [hidden] float32, over the prefix; None: no prefix
 
 
 class TorchContext:
@@ -26,15 +30,16 @@ class TorchContext:
 
     def __init__(
         self,
-        lengths: Tensor,
-        max_length: int,
+        prompt_tokens: Ints,
+        device: torch.device,
         prefix: PrefixKV,
         hidden_size: int,
         max_nodes: int,
         dtype: torch.dtype,
     ) -> None:
-        self.lengths = lengths  # [B] tokens of each prompt, the prefix not counted
-        self.max_length = max_length
+        self.prompt_tokens = prompt_tokens  # [B] of each prompt, the prefix not counted; host
+        self.lengths = torch.from_numpy(prompt_tokens).to(device)  # [B] the same on the device
+        self.max_length = padded(int(prompt_tokens.max()), LEAST_KEYS)  # L
         self.prefix = prefix
         self.prompt_keys: list[Tensor] = []  # per layer [B, H, L, D]
         self.prompt_values: list[Tensor] = []
@@ -42,14 +47,15 @@ class TorchContext:
         self.node_values: list[Tensor] = []
         self.num_nodes = 0
         self._capacity = max_nodes
-        device, rows = lengths.device, len(lengths) + max_nodes
-        self.hidden = torch.zeros((rows, hidden_size), dtype=dtype, device=device)  # [B + capacity]
+        rows = len(prompt_tokens) + max_nodes
+        self.hidden = torch.empty((rows, hidden_size), dtype=dtype, device=device)  # [B + capacity]
         self.parent = torch.full((max_nodes,), -1, dtype=torch.int64, device=device)  # node or -1
+        self.stored = torch.zeros_like(self.parent)  # where a node's KV is
 
     @property
     def num_prompts(self) -> int:
         """B."""
-        return len(self.lengths)
+        return len(self.prompt_tokens)
 
     @property
     def num_rows(self) -> int:
@@ -68,29 +74,46 @@ class TorchContext:
         grow = max(needed, 2 * self._capacity) - self._capacity
 
         def longer(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor, tensor.new_zeros((grow, *tensor.shape[1:]))])
+            return torch.cat([tensor, tensor.new_empty((grow, *tensor.shape[1:]))])
 
         self.node_keys = [longer(t) for t in self.node_keys]
         self.node_values = [longer(t) for t in self.node_values]
         self.hidden, self.parent = longer(self.hidden), longer(self.parent)
+        self.stored = longer(self.stored)
         self._capacity += grow
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store the KV `[n, H, D]` of the nodes being forwarded, behind those already there."""
+    def keep_prompts(self, layer: int, prompts: slice, keys: Tensor, values: Tensor) -> None:
+        """Store the KV `[b, l, H, D]` of some prompts, zero behind each prompt's tokens."""
+        _, length, heads, width = keys.shape
+        if layer == len(self.prompt_keys):
+            shape = (self.num_prompts, heads, self.max_length, width)
+            self.prompt_keys.append(keys.new_zeros(shape))
+            self.prompt_values.append(keys.new_zeros(shape))
+        self.prompt_keys[layer][prompts, :, :length] = keys.transpose(1, 2)
+        self.prompt_values[layer][prompts, :, :length] = values.transpose(1, 2)
+
+    def keep_nodes(self, layer: int, stored: slice, keys: Tensor, values: Tensor) -> None:
+        """Store the KV `[n, H, D]` of the nodes being forwarded."""
         if layer == len(self.node_keys):
             shape = (self._capacity, *keys.shape[1:])
-            self.node_keys.append(keys.new_zeros(shape))
-            self.node_values.append(keys.new_zeros(shape))
-        place = slice(self.num_nodes, self.num_nodes + len(keys))
-        self.node_keys[layer][place] = keys
-        self.node_values[layer][place] = values
+            self.node_keys.append(keys.new_empty(shape))
+            self.node_values.append(keys.new_empty(shape))
+        self.node_keys[layer][stored] = keys
+        self.node_values[layer][stored] = values
+
+    def place_nodes(self, order: Tensor) -> None:
+        """The KV of the newest nodes will be stored in this order."""
+        new = torch.arange(self.num_nodes, self.num_nodes + len(order), device=order.device)
+        self.stored[new[order]] = new
 
     def ancestors(self, num_new: int, depth: int) -> tuple[Tensor, Tensor]:
-        """For the newest nodes: themselves and their ancestors `[n, depth]`, and which are real."""
-        here = torch.arange(self.num_nodes, self.num_nodes + num_new, device=self.lengths.device)
-        path = [here]
+        """Where the KV of the newest nodes and of their ancestors is stored `[n, depth]`, a node
+        itself first; and which are real. What is not real points to the node itself.
+        """
+        node = torch.arange(self.num_nodes, self.num_nodes + num_new, device=self.lengths.device)
+        here, path = node, [node]
         for _ in range(depth - 1):
             here = torch.where(here >= 0, self.parent[here.clamp(min=0)], -1)
             path.append(here)
         table = torch.stack(path, dim=1)
-        return table.clamp(min=0), table >= 0
+        return self.stored[torch.where(table >= 0, table, node[:, None])], table >= 0

@@ -45,7 +45,7 @@ def publish_parquet(plan: RunPlan, receipts: list[ShardReceipt]) -> Published:
         files.remove(files.join(partition, SUCCESS))
     names, rows = [], 0
     for receipt in sorted(receipts, key=lambda r: r.shard):
-        staged = receipt.files["recommendations"]
+        staged = receipt.result
         if staged.rows == 0:
             continue
         name = f"part-{plan.run_id}-{receipt.shard:05d}.parquet"
@@ -73,12 +73,12 @@ def publish_parquet(plan: RunPlan, receipts: list[ShardReceipt]) -> Published:
 
 def to_wide(table: pa.Table) -> pa.Table:
     """One row per user: `items list<struct<item_id, score, source>>` in rank order, `exact`,
-    `run_id`.
+    `run_id`. A labelling task adds `labels` to the struct.
     """
     users = table.column("user_id").combine_chunks()
+    names = [n for n in ("item_id", "score", "source", "labels") if n in table.column_names]
     struct = pa.StructArray.from_arrays(
-        [table.column(name).combine_chunks() for name in ("item_id", "score", "source")],
-        names=["item_id", "score", "source"],
+        [table.column(name).combine_chunks() for name in names], names=names
     )
     starts = pc.equal(table.column("rank"), 1).combine_chunks()
     first = pc.indices_nonzero(starts).cast(pa.int32())

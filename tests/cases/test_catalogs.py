@@ -152,8 +152,10 @@ def test_everything_that_decides_a_result_is_in_the_manifest(nightshelf, tmp_pat
         "k_column": None,
         "quota": None,
         "eligibility": None,
-        "score": {},
+        "score": {"length_norm": "sum"},
         "generate": {"width": [3, 5], "exact": True, "max_width": 4096},
+        "label": None,
+        "embed": None,
     }
     assert settings["engine"]["dtype"] == "float32"
     assert settings["engine"]["model"] == model_folder

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sid_trie import SidTrie, build_trie
+from engine.sid_trie import EndCodes, SidTrie, build_trie
 from schemas.errors import CatalogError
 from tests.factories import random_codes
 
@@ -80,3 +80,38 @@ def test_a_million_items_of_four_levels_fit_in_100_megabytes():
     trie = build_trie(codes)
     assert trie.num_items == 1_000_000
     assert trie.num_bytes <= 100e6
+
+
+def ragged_with_prefixes(rng, num_items):
+    length = rng.integers(1, 4, num_items)
+    codes = rng.integers(0, 3, (num_items, 3)).astype(np.int32)
+    codes[np.arange(3) >= length[:, None]] = -1
+    return codes
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40), st.booleans())
+@settings(max_examples=80, deadline=None)
+def test_an_end_code_closes_prefixes_and_nothing_is_lost(seed, num_items, every):
+    codes = ragged_with_prefixes(np.random.default_rng(seed), num_items)
+    end = EndCodes((9, 9, 9, 0), every=every)
+    trie = build_trie(codes, end=end)
+    plain = [tuple(row[row >= 0].tolist()) for row in codes]
+    closed = {}
+    for sid in set(plain):
+        begins = any(other[: len(sid)] == sid and other != sid for other in plain)
+        closed[sid] = (*sid, end.codes[len(sid)]) if every or begins else sid
+    got = [tuple(row[row >= 0].tolist()) for row in trie.codes_of_sid[trie.sid_of_item]]
+    assert got == [closed[sid] for sid in plain]
+    assert (trie.num_children[trie.node_of_sid] == 0).all()
+    ordered = sorted(set(plain))  # a SID stands before those it begins
+    mine = [closed[sid] for sid in ordered]
+    assert [tuple(row[row >= 0].tolist()) for row in trie.codes_of_sid] == mine
+
+
+def test_a_prefix_without_an_end_code_is_refused_and_allowed_for_known_items():
+    codes = np.asarray([[1, -1], [1, 2]], dtype=np.int32)
+    with pytest.raises(CatalogError, match="prefix of another"):
+        build_trie(codes)
+    trie = build_trie(codes, prefixes=True)
+    assert trie.sid_of_item.tolist() == [0, 1]
+    assert trie.num_children[trie.node_of_sid].tolist() == [1, 0]

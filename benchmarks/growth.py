@@ -143,6 +143,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    ticker: Any = importlib.import_module("matplotlib.ticker")
     curves = document["curves"]
     figure, panels = pyplot.subplots(1, len(curves), figsize=(3.1 * len(curves), 3.3))
     for panel, curve in zip(panels, curves, strict=True):
@@ -155,15 +156,28 @@ def plot(document: dict[str, Any], path: Path) -> None:
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.set_ylim(min(y) / 3, max(y) * 2)
+        panel.set_xticks(x, labels=[_short(value) for value in x], fontsize=8)
+        panel.xaxis.set_minor_locator(ticker.NullLocator())
+        panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_locator(ticker.NullLocator())
         panel.set_xlabel(curve["axis"])
         panel.set_title(curve["what"], fontsize=9)
-        panel.grid(visible=True, which="both", linewidth=0.3)
+        panel.grid(visible=True, linewidth=0.3)
     panels[0].set_ylabel("seconds of the whole pass")
     panels[0].legend(fontsize=8)
     machine = document["machine"]
     figure.suptitle(f"{document['model']}; {machine['hardware']}, {machine['dtype']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
+
+
+def _short(value: int) -> str:
+    """12, 5k, 1M."""
+    for unit, letter in ((1_000_000, "M"), (1000, "k")):
+        if value >= unit and value % unit == 0:
+            return f"{value // unit}{letter}"
+    return str(value)
 
 
 def main() -> None:

@@ -120,7 +120,11 @@ def measure_overhead(
     engine = {"backend": "torch", "model": model, "dtype": dtype, "device": device}
     few = run_tables(Tables(users=_START_USERS, codes=codes), engine, users)
     many = run_tables(Tables(users=users, codes=codes), engine, users)
-    return overhead_of(few, many) | {"runs": [few, many]}
+    return overhead_of(few, many) | {
+        "users_per_s_of_run": users / many["seconds"],
+        "users_per_s_of_engine": users / many["engine_seconds"],
+        "runs": [few, many],
+    }
 
 
 def overhead_of(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:

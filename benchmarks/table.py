@@ -87,10 +87,14 @@ def _summary(report: dict[str, Any]) -> Table:
         table.add_row(key, _times(value))
     for key, value in report["mfu"].items():
         table.add_row(f"mfu, {key}", _percent(value))
+    run = report["pipeline"]
     table.add_row("pipeline overhead", _percent(report["pipeline_overhead"]))
-    memory = report["peak_memory_ratio"]
-    more = report["pipeline"].get("memory_users", ("", ""))
-    table.add_row(f"peak memory, {more[1]} / {more[0]} users", _times(memory))
+    if "start_s" in run:
+        users = f"{run['users_per_s_of_run']:.2f}, engine alone {run['users_per_s_of_engine']:.2f}"
+        table.add_row("users/s of `nightshelf run`", users)
+        table.add_row("its start, paid once", f"{run['start_s']:.1f} s")
+    few, many = (f"{n:,}" for n in run.get("memory_users", (0, 0)))
+    table.add_row(f"peak memory, {many} / {few} users", _times(report["peak_memory_ratio"]))
     checks = [check for case in report["cases"] for check in case["checks"]]
     if checks:
         worst = max(check["largest_difference_nats"] for check in checks)

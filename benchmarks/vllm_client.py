@@ -35,7 +35,7 @@ class VLLM:
             raise PeerError(f"{ENVIRONMENT} is not there: make bench-vllm")
         settings = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in its own process: starts in seconds
-            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+            "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
             "VLLM_LOGGING_LEVEL": "ERROR",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(torch.get_num_threads()),
@@ -58,6 +58,7 @@ class VLLM:
             max_width=max_width,
         )
         self.version: str = loaded["version"]
+        self.block_tokens: int = loaded["block_tokens"]
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, one reply; `PeerError` when it failed."""
@@ -101,7 +102,10 @@ class VLLMWork:
         self._items = work.candidate_tokens[:, :sample].tolist()
 
     def score(self, *, read_cache: bool) -> NDArray[np.float32]:
-        """Scores `[U, sample]`."""
+        """Scores `[U, sample]`; `PeerError` where reading the cache would lose some of them."""
+        block = self._server.block_tokens
+        if read_cache and any(len(prompt) % block == 0 for prompt in self._prompts):
+            raise PeerError(f"a prompt ends with a block of {block} tokens")
         found = self._ask_score(read_cache, answer=True)["found"]
         return np.asarray(found, dtype=np.float32)
 

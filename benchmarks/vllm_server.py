@@ -19,8 +19,8 @@ import time
 from typing import Any
 
 
-def load(request: dict[str, Any]) -> tuple[Any, str]:
-    """The engine, and the version of vLLM."""
+def load(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The engine; the version of vLLM and the tokens of one block of its cache."""
     vllm: Any = importlib.import_module("vllm")
 
     engine = vllm.LLM(
@@ -33,16 +33,16 @@ def load(request: dict[str, Any]) -> tuple[Any, str]:
         seed=0,
         disable_log_stats=True,
     )
-    return engine, vllm.__version__
+    block = engine.llm_engine.vllm_config.cache_config.block_size
+    return engine, {"version": vllm.__version__, "block_tokens": block}
 
 
 def score(engine: Any, request: dict[str, Any]) -> list[list[float]]:
     """Sum of the log-probabilities of each item's tokens behind its user's prompt.
 
-    With `read_cache` the prompts' cached blocks are read, those that an earlier turn left as well:
-    the prompts are then not prefilled at all. vLLM does not do that of itself here, as the
-    log-probabilities of cached tokens are missing; those of the items are there unless the prompt
-    ends with a block.
+    With `read_cache` the prompts' cached blocks are read (see `fill_cache`). vLLM does not do that
+    of itself here, as the log-probabilities of cached tokens are missing; those of the items are
+    there unless the prompt ends with a block.
     """
     params_of: Any = importlib.import_module("vllm").SamplingParams
 
@@ -68,6 +68,13 @@ def score(engine: Any, request: dict[str, Any]) -> list[list[float]]:
 def _score_of(output: Any, start: int, item: list[int]) -> float:
     found = output.prompt_logprobs
     return sum(float(found[start + i][token].logprob) for i, token in enumerate(item))
+
+
+def fill_cache(engine: Any, prompts: list[list[int]]) -> None:
+    """Put the prompts' KV into the prefix cache, so that a call that reads it prefills nothing."""
+    params_of: Any = importlib.import_module("vllm").SamplingParams
+    once = [{"prompt_token_ids": prompt} for prompt in prompts]
+    engine.generate(once, params_of(max_tokens=1, temperature=0.0), use_tqdm=False)
 
 
 def beams(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
@@ -99,11 +106,12 @@ def main() -> None:
         reply: dict[str, Any] = {}
         try:
             if request["op"] == "load":
-                engine, reply["version"] = load(request)
+                engine, reply = load(request)
             else:
                 call = {"score": score, "beams": beams}[request["op"]]
-                if not request.get("read_cache"):  # a turn is not to profit from the one before
-                    engine.reset_prefix_cache()
+                engine.reset_prefix_cache()  # a turn is not to profit from the one before
+                if request.get("read_cache"):
+                    fill_cache(engine, request["prompts"])
                 start = time.perf_counter()
                 found = call(engine, request)
                 reply["seconds"] = time.perf_counter() - start

@@ -68,6 +68,11 @@ class Prepared:
         return self.prompts.lengths
 
     @property
+    def reused_tokens(self) -> int:
+        """Tokens of every prompt that are forwarded once for all."""
+        return len(self.prompts.static_prefix)
+
+    @property
     def truncated_tokens(self) -> Ints:
         """History tokens dropped to fit `[U]`."""
         return self.prompts.truncated

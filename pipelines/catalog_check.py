@@ -19,7 +19,7 @@ from engine.checkpoint import VocabularySizes, vocabulary_sizes
 from engine.tokenizer import Tokenizer, bind_space, load_tokenizer
 from pipelines.catalog import plain_table, read_codes, same_columns, split_texts
 from pipelines.catalog_readers import list_catalog, read_file
-from pipelines.items import catalog_path
+from pipelines.items import catalog_path, list_items, read_items
 from schemas.errors import CatalogError, NightshelfError, quoted
 from schemas.requests import Ints
 from schemas.semantic_ids import BoundSidSpace, SidSpace
@@ -75,7 +75,13 @@ class CatalogReport:
 
 
 def check_catalog(config: RunConfig) -> CatalogReport:
-    """Every problem of a configuration's catalog, SID tokens and vocabulary sizes."""
+    """Every problem of a configuration's catalog, SID tokens and vocabulary sizes.
+
+    Items named by text have no semantic IDs to look at: what is told is the first problem that
+    keeps them from being read.
+    """
+    if config.sid is None:
+        return _check_texts(config)
     problems, vocabulary = _check_model(config)
     table, found = _read(config)
     problems += found
@@ -84,6 +90,14 @@ def check_catalog(config: RunConfig) -> CatalogReport:
         found, facts = _check_items(table, config.space)
         problems += found
     return CatalogReport(tuple(problems), facts, vocabulary)
+
+
+def _check_texts(config: RunConfig) -> CatalogReport:
+    try:
+        read_items(config, list_items(config))
+    except NightshelfError as err:
+        return CatalogReport((_of_error("unreadable", err),), None, None)
+    return CatalogReport((), None, None)
 
 
 # --- SID tokens, tokenizer, checkpoint ------------------------------------------------------------

@@ -27,6 +27,7 @@ class ShardEmbeddings:
 
     vectors: NDArray[np.float32]  # [U, hidden]
     prompt_tokens: Ints  # [U]
+    reused_tokens: int  # of each prompt
     truncated_tokens: Ints  # [U]
     rejected: NDArray[np.bool_]  # [U]
     quarantined: list[QuarantinedRow]
@@ -54,6 +55,7 @@ def embed_shard(
     return ShardEmbeddings(
         vectors=vectors,
         prompt_tokens=prepared.prompt_tokens,
+        reused_tokens=prepared.reused_tokens,
         truncated_tokens=prepared.truncated_tokens,
         rejected=rejected,
         quarantined=list(quarantine(shard, rejections)),

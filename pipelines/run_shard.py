@@ -154,8 +154,9 @@ def _embed(
             "rows_staged": int(kept.sum()),
             "rows_quarantined": len(quarantined),
             "prompt_tokens": tokens,
+            "reused_tokens": embedded.reused_tokens * int(kept.sum()),
             "truncated_tokens": int(embedded.truncated_tokens[kept].sum()),
-            "rows_forwarded": tokens,
+            "rows_forwarded": tokens - embedded.reused_tokens * int(kept.sum()),
             "rows_naive": tokens,
         }
     )
@@ -202,6 +203,7 @@ def _count(data: ShardInput, scores: ShardScores, rows_quarantined: int) -> Coun
             "rows_quarantined": rows_quarantined,
             "users_exact": int((scores.exact & (scores.returned > 0))[kept].sum()),
             "prompt_tokens": int(scores.prompt_tokens[kept].sum()),
+            "reused_tokens": scores.reused_tokens * int((scores.rows[kept] > 0).sum()),
             "truncated_tokens": int(scores.truncated_tokens[kept].sum()),
             "rows_forwarded": int(scores.rows.sum()),
             "rows_naive": int(scores.rows_naive.sum()),

@@ -35,6 +35,7 @@ class ShardScores:
     returned: NDArray[np.int32]  # [U]
     legal_mass: NDArray[np.float32]  # [U] NaN: not known
     prompt_tokens: Ints  # [U]
+    reused_tokens: int  # of each prompt that was forwarded
     truncated_tokens: Ints  # [U]
     rows: Ints  # [U] forwarded
     rows_naive: Ints  # [U]
@@ -107,6 +108,7 @@ def score_shard(
         returned=returned,
         legal_mass=legal_mass,
         prompt_tokens=prepared.prompt_tokens,
+        reused_tokens=prepared.reused_tokens,
         truncated_tokens=prepared.truncated_tokens,
         rows=rows,
         rows_naive=rows_naive,

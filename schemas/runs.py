@@ -83,6 +83,7 @@ class Counts(_Record):
     rows_quarantined: int = 0
     users_exact: int = 0
     prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompts: the part that all share, forwarded once
     truncated_tokens: int = 0
     unknown_history_items: int = 0
     rows_forwarded: int = 0
@@ -259,6 +260,7 @@ class RunManifest(_Record):
             "engine_seconds": round(engine_seconds, 3),
             "users_per_s": round(c.users_in / self.seconds, 2) if self.seconds else 0.0,
             "prompt_tokens": c.prompt_tokens,
+            "reused_tokens": c.reused_tokens,
             "truncated_tokens": c.truncated_tokens,
             "rows_forwarded": c.rows_forwarded,
             "rows_naive": c.rows_naive,

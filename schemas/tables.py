@@ -292,6 +292,7 @@ def outcomes_schema(user_id: IdType) -> pa.Schema:
             pa.field("exact", pa.bool_(), nullable=False),
             pa.field("legal_mass", pa.float32()),
             pa.field("prompt_tokens", pa.int32(), nullable=False),
+            pa.field("reused_tokens", pa.int32(), nullable=False),
             pa.field("truncated_tokens", pa.int32(), nullable=False),
             pa.field("rows_forwarded", pa.int32(), nullable=False),
         ]

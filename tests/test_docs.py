@@ -79,7 +79,7 @@ def settings(model: type[BaseModel], before: str = "") -> list[str]:
 def test_every_setting_is_documented_and_nothing_else():
     page = (ROOT / "docs/configuration.md").read_text()
     documented = set(re.findall(r"^\| `([a-z_.]+)` \|", page, flags=re.M))
-    sections = {"task.score", "task.generate", "task.quota"}
+    sections = {"task.score", "task.generate", "task.quota", "task.label", "task.embed"}
     assert documented - sections == set(settings(RunConfig))
 
 

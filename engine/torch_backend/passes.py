@@ -103,9 +103,7 @@ class NodePass:
 TreePass = PrefixPass | PromptPass | NodePass
 
 
-def prompt_passes(
-    context: TorchContext, offsets: Ints, independent: bool
-) -> Iterator[PromptPass]:
+def prompt_passes(context: TorchContext, offsets: Ints, independent: bool) -> Iterator[PromptPass]:
     """Whole prompts, in order, as many as fit a pass; a longer one has a pass of its own."""
     most = _most_rows(context)
     first = 0

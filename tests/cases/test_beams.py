@@ -225,7 +225,7 @@ def test_k_512_forwards_512_nodes_in_each_step():
 
 
 def test_tokens_of_another_level_never_starve_the_beam(tmp_path, model_folder):
-    """B10, B13, FlashRec 0.1.2, vLLM #47630: wrong tokens filled the pool before the mask."""
+    """B9, B10, B13, FlashRec 0.1.2, vLLM #47630: wrong tokens filled the pool before the mask."""
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
     space = bound_space()
     with torch.no_grad():  # text and first-level tokens get by far the largest logits

@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Tokenizer, models, processors
 
 from engine.prompts import PromptBuilder
 from engine.tokenizer import CheckpointTokenizer
+from pipelines.catalog import read_text_catalog
 from schemas.requests import Ragged, UserBatch
-from schemas.settings import PromptSettings
+from schemas.settings import PromptSettings, TextSettings
 from tests.cases.helpers import (
     index_of,
     published,
@@ -140,7 +141,8 @@ def test_tokens_are_counted_per_user_and_in_total(nightshelf, tmp_path):
     # Forwarded: the rest of the prompt, the candidates' prefixes (0, 01, 4, 40 and 0, 01), and one
     # beam in each of two levels.
     assert outcomes["rows_forwarded"].to_list() == [4 + 4 + 2, 10 + 2 + 2, 1 + 0 + 2]
-    assert summary["prompt_tokens"] == 21
+    assert outcomes["reused_tokens"].to_list() == [2, 2, 2]
+    assert (summary["prompt_tokens"], summary["reused_tokens"]) == (21, 6)
     assert summary["rows_forwarded"] == 27
     # One by one: 3 candidates and 1 beam for u1, 1 and 1 for u2, a beam alone for u3.
     assert summary["rows_naive"] == 3 * (6 + 3) + (6 + 2) + (12 + 3) + (12 + 2) + (3 + 2)
@@ -198,6 +200,16 @@ def test_a_prompt_has_the_same_tokens_alone_and_in_a_batch(joining_tokenizer):
     ]
     assert together == alone
     assert not any(18 in prompt for prompt in together)
+
+
+def test_a_text_item_is_tokenised_on_its_own_whatever_stands_before_it(joining_tokenizer, tmp_path):
+    """A30: "b" behind a prompt that ends in "a" stays "b"; one rule, packed or not, and no BOS."""
+    write(tmp_path, "c", {"item_id": ["x", "y", "z"], "text": ["b", "ab", "aab"]})
+    catalog = read_text_catalog(
+        [str(tmp_path / "c.parquet")], TextSettings(), joining_tokenizer, vocab_size=None
+    )
+    codes = catalog.trie.codes_of_sid[catalog.trie.sid_of_item]
+    assert [[c for c in row if c >= 0] for row in codes.tolist()] == [[1], [17], [0, 17]]
 
 
 def test_an_empty_piece_after_the_shared_prefix_rejects_nobody(tmp_path, nightshelf, model_folder):

@@ -281,3 +281,26 @@ def test_a_shared_prompt_and_shared_prefixes_are_forwarded_once(nightshelf, tmp_
     assert (outcomes["rows_forwarded"] - outcomes["prompt_tokens"]).to_list() == [len(prefixes)] * 4
     naive = (outcomes["prompt_tokens"] + 3).sum() * len(items)
     assert summary["rows_naive"] == naive > 20 * summary["rows_forwarded"]
+
+
+def test_a_candidate_of_the_history_is_scored_like_any_other(nightshelf, tmp_path, model_folder):
+    """The same SID stands in the prompt and hangs from it; only an exclusion removes it."""
+    sids = dict(zip("abcde", CODES, strict=True))
+    write(tmp_path, "users", {"user_id": ["u"], "history": [["a", "c"]]})
+    write(tmp_path, "catalog", {"item_id": list(sids), "sid": CODES})
+    write(tmp_path, "candidates", {"user_id": ["u"], "item_ids": [["c", "a", "e", "c"]]})
+    config = torch_config(tmp_path, model_folder, inputs__exclusions=None, task={"score": {}})
+    nightshelf("run", config)
+    rows = published(tmp_path)
+    trie, _ = index_of(CODES)
+    oracle = Oracle(model_folder, trie, bound_space(), "full_vocab")
+    sid_of = dict(zip("abcde", trie.sid_of_item.tolist(), strict=True))
+    prompt = oracle.tokens(sid_of["a"]) + oracle.tokens(sid_of["c"])
+    want = {item: oracle.score(prompt, sid_of[item]) for item in "ace"}
+    got = dict(zip(rows["item_id"], rows["score"], strict=True))
+    assert got == pytest.approx(want, abs=TOLERANCE)
+    write(tmp_path, "exclusions", {"user_id": ["u", "u"], "item_id": ["a", "c"]})
+    config = torch_config(tmp_path, model_folder, task={"score": {}})
+    nightshelf("run", config)
+    left = published(tmp_path)
+    assert dict(zip(left["item_id"], left["score"], strict=True)) == {"e": got["e"]}

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backend import PackedPrompts
+from engine.backend import PackedPrompts, TokenColumns
 from engine.beam_search import beam_search
 from engine.device_trie import to_device
 from engine.exclusions import dead_nodes
 from engine.item_scoring import score_in_parts, score_items
+from engine.label_scoring import label_items
 from engine.sid_trie import build_trie
 from engine.token_tree import build_token_tree
 from schemas.requests import Ragged
+from schemas.semantic_ids import TextTokens
 from tests.engine.oracle import Oracle
 from tests.factories import bound_space, prompts_of, random_codes, random_prompts
 
@@ -176,3 +178,84 @@ def test_any_id_below_the_vocabulary_is_accepted_and_facts_are_filled(subject):
     last = prompts_of([[facts.vocab_size - 1]])
     case = Case(subject, 0)
     assert case.score(last, [[0, 1]]).isfinite().all()
+
+
+class TextCase(Case):
+    """Items named by up to five tokens; some are the beginning of others."""
+
+    def __init__(self, subject, seed, items=20):
+        super().__init__(subject, seed, items=items)
+        rng = np.random.default_rng(seed)
+        codes = rng.integers(0, 4, (items, 5)).astype(np.int32)
+        codes[np.arange(5) >= rng.integers(1, 6, items)[:, None]] = -1
+        self.trie = build_trie(codes, prefixes=True)
+        self.tokens = TextTokens(self.backend.facts.vocab_size, self.trie.depth)
+        self.index = to_device(self.trie, self.tokens, "full_vocab", self.device)
+
+    def labels(self, sets, *, softmax, max_rows=1000):
+        """Labels of ids 2, 7 and 9 behind each item and a suffix."""
+        context = self.backend.prefill(prompts_of(self.prompts, PREFIX), 0)
+        return label_items(
+            self.backend,
+            context,
+            self.index,
+            Ragged.from_lists(sets),
+            Ragged.from_lists([[0, 1, 2]] * len(sets)),
+            TokenColumns(np.asarray([2, 7, 9])),
+            suffix=np.asarray([5, 6]),
+            softmax=softmax,
+            max_rows=max_rows,
+        )[0].cpu()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_are_scored_by_their_tokens(subject, seed):
+    case = TextCase(subject, seed)
+    got = case.score()
+    assert (got <= 0).all()
+    near(case.score(max_rows=4), got, subject.same)
+    if subject.model is None:
+        return
+    oracle = Oracle(subject.model, case.trie, case.tokens, "full_vocab")
+    pairs = [(u, int(case.trie.sid_of_item[i])) for u, s in enumerate(case.sets) for i in s]
+    want = [oracle.score(PREFIX + case.prompts[user], sid) for user, sid in pairs]
+    near(got, torch.tensor(want, dtype=torch.float32), subject.tolerance)
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+def test_labels_are_read_behind_each_item_alone(subject, softmax):
+    case = TextCase(subject, 1)
+    got = case.labels(case.sets, softmax=softmax)
+    assert (got <= 0).all()
+    if softmax:
+        near(got.exp().sum(dim=1), torch.ones(len(got)), 1e-5)
+    near(case.labels(case.sets, softmax=softmax, max_rows=9), got, subject.same)
+    backwards = case.labels([s[::-1] for s in case.sets], softmax=softmax)
+    parts = backwards.split([len(s) for s in case.sets])
+    near(torch.cat([part.flip(0) for part in parts]), got, subject.same)
+    if subject.model is None:
+        return
+    oracle = Oracle(subject.model, case.trie, case.tokens, "full_vocab")
+    pairs = [(u, int(case.trie.sid_of_item[i])) for u, s in enumerate(case.sets) for i in s]
+    want = [
+        oracle.labels(PREFIX + case.prompts[user], sid, [5, 6], [2, 7, 9], softmax=softmax)
+        for user, sid in pairs
+    ]
+    near(got, torch.tensor(want, dtype=torch.float32), subject.tolerance)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_belong_to_their_prompt(subject, pooling):
+    case = Case(subject, 2)
+    got = case.backend.embed(prompts_of(case.prompts, PREFIX), pooling).cpu()
+    assert got.shape == (len(case.prompts), case.backend.facts.embedding_width)
+    assert got.dtype == torch.float32
+    assert got.isfinite().all()
+    backwards = case.backend.embed(prompts_of(case.prompts[::-1], PREFIX), pooling).cpu()
+    near(backwards.flip(0), got, subject.same)
+    assert (got[0] - got[1]).abs().max() > 1e-3
+    if subject.model is None:
+        return
+    oracle = Oracle(subject.model, case.trie, bound_space(), "full_vocab")
+    want = np.stack([oracle.embed(PREFIX + prompt, pooling) for prompt in case.prompts])
+    near(got, torch.from_numpy(want), subject.tolerance)

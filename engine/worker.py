@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,16 +16,17 @@ from torch import Tensor
 
 from engine.backend import Backend, Context
 from engine.beam_search import SegmentMask, rows_per_prompt
+from engine.candidate_trees import CandidateTrees, without_forbidden
 from engine.device_trie import DeviceTrie, to_device
 from engine.exclusions import EligibleTrie, dead_nodes
 from engine.item_scoring import score_in_parts
 from engine.label_scoring import label_items
-from engine.labels import LabelReader, LabelTokens
-from engine.packing import PackingBudget, pack_users
-from engine.prompts import PromptBuilder, PromptSet
+from engine.labels import LabelReader
+from engine.packing import PackingBudget
+from engine.preparation import Prepared, pack_distinct, same_work
+from engine.prompts import PromptBuilder
 from engine.registry import create_backend
 from engine.sid_trie import SidTrie
-from engine.token_tree import TokenTree, build_token_tree, repeat_trees
 from engine.tokenizer import Tokenizer, bind_space, load_tokenizer
 from engine.user_projector import UserProjector, load_projector
 from engine.widening import search
@@ -37,45 +37,11 @@ from schemas.requests import (
     Eligibility,
     Ints,
     ItemScores,
-    Ragged,
-    Rejection,
     SidBeams,
     UserBatch,
 )
 from schemas.semantic_ids import ItemTokens, TextTokens
 from schemas.settings import GenerateSettings, RunConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A shard's users with their prompts, and which of them share a pass."""
-
-    users: UserBatch
-    prompts: PromptSet
-    labels: LabelTokens | None
-    tree_rows: Ints  # [U] nodes of each user's token tree
-    shared_tree: TokenTree | None  # of the sets that users share
-    packs: list[Ints]
-
-    @property
-    def rejections(self) -> list[Rejection]:
-        """Users whose prompt cannot be built, or whose labels cannot be read."""
-        return self.prompts.rejections + (self.labels.rejections if self.labels else [])
-
-    @property
-    def prompt_tokens(self) -> Ints:
-        """Tokens of each prompt `[U]`."""
-        return self.prompts.lengths
-
-    @property
-    def reused_tokens(self) -> int:
-        """Tokens of every prompt that are forwarded once for all."""
-        return len(self.prompts.static_prefix)
-
-    @property
-    def truncated_tokens(self) -> Ints:
-        """History tokens dropped to fit `[U]`."""
-        return self.prompts.truncated
 
 
 class Engine:
@@ -109,10 +75,14 @@ class Engine:
         self._prompts = PromptBuilder(config.prompt, tokenizer, tokens, trie, num_soft)
         task = config.task
         self._maybe_index: DeviceTrie | None = None
+        self._maybe_trees: CandidateTrees | None = None
         if trie is not None and tokens is not None:
+            more = len(self._label.suffix) if self._label else 0
+            self._maybe_trees = CandidateTrees(
+                trie, forward_leaves=self._label is not None, more=more
+            )
             self._maybe_index = to_device(trie, tokens, task.score_norm, facts.device, task.quota)
         self._segments: tuple[EligibleTrie, Tensor] | None = None
-        self._shared: tuple[Ragged, TokenTree] | None = None
         self._widths: tuple[int, ...] = ()
         if task.generate is not None:
             self._widths = task.generate.widths(config.space.num_levels)
@@ -121,6 +91,11 @@ class Engine:
     def _index(self) -> DeviceTrie:
         assert self._maybe_index is not None, "a task that needs no items asked for them"
         return self._maybe_index
+
+    @property
+    def _trees(self) -> CandidateTrees:
+        assert self._maybe_trees is not None, "a task that needs no items asked for them"
+        return self._maybe_trees
 
     @property
     def _trie(self) -> SidTrie:
@@ -138,29 +113,36 @@ class Engine:
         nodes = np.zeros(users.num_users, dtype=np.int64)
         shared_tree = None
         if users.candidates is not None:
-            nodes, shared_tree = self._tree_rows(users.candidates)
+            nodes, shared_tree = self._trees.rows(users.candidates)
             if self._config.task.generate is None:
                 usable &= users.candidates.scorable > 0  # nothing to do for the others
         rows = nodes.copy()
         if self._widths:
             rows += rows_per_prompt(self._index, self._widths)
-        kept = np.flatnonzero(usable)
+        same_as = same_work(users, prompts, labels, items=self._config.task.embed is None)
         budget = PackingBudget(
             self._config.engine.max_batch_tokens, self._config.engine.max_batch_users
         )
-        packs = [kept[p] for p in pack_users(prompts.lengths[kept], rows[kept], budget)]
+        packs = pack_distinct(prompts.lengths, rows, usable, same_as, budget)
         return Prepared(
             users=users,
             prompts=prompts,
             labels=labels,
             tree_rows=nodes,
             shared_tree=shared_tree,
+            same_as=same_as,
             packs=packs,
         )
 
-    @torch.inference_mode()
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
         """Everything the task asks for about the users of one pack, numbered as in `pack`."""
+        distinct, of = np.unique(prepared.same_as[pack], return_inverse=True)
+        if len(distinct) == len(pack):
+            return self._run(prepared, pack)
+        return self._run(prepared, distinct).spread(of.reshape(-1))
+
+    @torch.inference_mode()
+    def _run(self, prepared: Prepared, pack: Ints) -> BatchResult:
         users = prepared.users.take(pack)
         max_rows = self._config.engine.max_batch_tokens
         candidates = users.candidates if self._config.task.uses_candidates else None
@@ -181,8 +163,8 @@ class Engine:
             scored, tree_rows = self._score(context, prepared, pack, candidates)
             rows += tree_rows
             failed[scored.user[~np.isfinite(scored.score)]] = True
-            naive += candidates.lengths * prompt_rows + self._candidate_tokens(candidates)
-            scored = _without_forbidden(scored, users)
+            naive += candidates.lengths * prompt_rows + self._trees.tokens(candidates)
+            scored = without_forbidden(scored, users)
         if self._config.task.generate is not None:
             generated, beams_failed, beam_rows_used = self._generate(
                 context, users, self._config.task.generate
@@ -209,12 +191,13 @@ class Engine:
         """Embeddings of the users of one pack `[users, hidden]` float32."""
         settings = self._config.task.embed
         assert settings is not None, "the task does not embed"
+        pack, of = np.unique(prepared.same_as[pack], return_inverse=True)
         users = prepared.users.take(pack)
         packed = prepared.prompts.pack(pack, self._soft_vectors(users))
         out = self._backend.embed(packed, settings.pooling)
         if settings.normalize:
             out = torch.nn.functional.normalize(out, dim=-1)
-        return out.cpu().numpy()
+        return out.cpu().numpy()[of.reshape(-1)]
 
     def _score(
         self, context: Context, prepared: Prepared, pack: Ints, candidates: CandidateSets
@@ -222,9 +205,7 @@ class Engine:
         """Scores, or labels, of all candidates; and the nodes forwarded per user."""
         task, max_rows = self._config.task, self._config.engine.max_batch_tokens
         lists = candidates.lists()
-        tree = None
-        if prepared.shared_tree is not None:
-            tree = repeat_trees(prepared.shared_tree, candidates.sets, candidates.of_user)
+        tree = self._trees.of_pack(prepared.shared_tree, candidates)
         if task.label is None:
             assert task.score is not None, "a task with candidates scores or labels them"
             scores, rows = score_in_parts(
@@ -256,27 +237,6 @@ class Engine:
             ItemScores(user=lists.row_ids, item=lists.values, score=every[:, 0], labels=every),
             rows,
         )
-
-    def _tree_rows(self, candidates: CandidateSets) -> tuple[Ints, TokenTree | None]:
-        """Nodes that each user's candidates forward `[U]`; and the tree of sets that are shared,
-        built once for all shards that have them."""
-        leaves = self._label is not None
-        suffix = candidates.sets.lengths * (len(self._label.suffix) if self._label else 0)
-        if self._shared is None or not candidates.shared or not _same(self._shared[0], candidates):
-            tree = build_token_tree(self._trie, candidates.sets, forward_leaves=leaves)
-            self._shared = (candidates.sets, tree) if candidates.shared else None
-        else:
-            tree = self._shared[1]
-        rows = (tree.rows_per_user + suffix)[candidates.of_user]
-        return rows, tree if candidates.shared else None
-
-    def _candidate_tokens(self, candidates: CandidateSets) -> Ints:
-        """Tokens of each user's candidates `[U]`, of their labels' suffixes too."""
-        trie, sets = self._trie, candidates.sets
-        depth = trie.depth_of_node[trie.node_of_sid[trie.sid_of_item[sets.values]]]
-        more = len(self._label.suffix) if self._label else 0
-        total = np.bincount(sets.row_ids, weights=depth + more, minlength=sets.num_rows)
-        return total.astype(np.int64)[candidates.of_user]
 
     def close(self) -> None:
         """Free the device."""
@@ -344,35 +304,6 @@ def _item_tokens(
     if config.sid is not None:
         return bind_space(config, tokenizer)
     return None if trie is None else TextTokens(vocab_size, trie.depth)
-
-
-def _same(sets: Ragged, candidates: CandidateSets) -> bool:
-    return np.array_equal(sets.offsets, candidates.sets.offsets) and np.array_equal(
-        sets.values, candidates.sets.values
-    )
-
-
-def _without_forbidden(scored: ItemScores, users: UserBatch) -> ItemScores:
-    """Without items of shared sets that are excluded or not eligible for their user."""
-    assert users.candidates is not None, "scored without candidates"
-    if not users.candidates.shared:
-        return scored  # a set of one's own holds none
-    allowed = np.ones(len(scored.user), dtype=bool)
-    if users.excluded is not None and len(users.excluded.values):
-        size = int(max(scored.item.max(initial=0), users.excluded.values.max())) + 1
-        gone = users.excluded.row_ids * size + users.excluded.values
-        allowed &= ~np.isin(scored.user * size + scored.item, gone)
-    if users.eligibility is not None:
-        allowed &= users.eligibility.of(scored.user, scored.item)
-    if allowed.all():
-        return scored
-    labels = None if scored.labels is None else scored.labels[allowed]
-    return ItemScores(
-        user=scored.user[allowed],
-        item=scored.item[allowed],
-        score=scored.score[allowed],
-        labels=labels,
-    )
 
 
 def _host(scores: Tensor) -> np.ndarray:

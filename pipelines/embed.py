@@ -27,7 +27,7 @@ class ShardEmbeddings:
 
     vectors: NDArray[np.float32]  # [U, hidden]
     prompt_tokens: Ints  # [U]
-    reused_tokens: int  # of each prompt
+    reused_tokens: Ints  # [U] of its prompt, not forwarded for it
     truncated_tokens: Ints  # [U]
     rejected: NDArray[np.bool_]  # [U]
     quarantined: list[QuarantinedRow]

@@ -147,6 +147,7 @@ def _embed(
     quarantined = data.quarantined + embedded.quarantined
     kept = ~embedded.rejected
     tokens = int(embedded.prompt_tokens[kept].sum())
+    reused = int(embedded.reused_tokens[kept].sum())
     counts = data.counts.model_copy(
         update={
             "users_embedded": int(kept.sum()),
@@ -154,9 +155,9 @@ def _embed(
             "rows_staged": int(kept.sum()),
             "rows_quarantined": len(quarantined),
             "prompt_tokens": tokens,
-            "reused_tokens": embedded.reused_tokens * int(kept.sum()),
+            "reused_tokens": reused,
             "truncated_tokens": int(embedded.truncated_tokens[kept].sum()),
-            "rows_forwarded": tokens - embedded.reused_tokens * int(kept.sum()),
+            "rows_forwarded": tokens - reused,
             "rows_naive": tokens,
         }
     )
@@ -203,7 +204,7 @@ def _count(data: ShardInput, scores: ShardScores, rows_quarantined: int) -> Coun
             "rows_quarantined": rows_quarantined,
             "users_exact": int((scores.exact & (scores.returned > 0))[kept].sum()),
             "prompt_tokens": int(scores.prompt_tokens[kept].sum()),
-            "reused_tokens": scores.reused_tokens * int((scores.rows[kept] > 0).sum()),
+            "reused_tokens": int(scores.reused_tokens[kept].sum()),
             "truncated_tokens": int(scores.truncated_tokens[kept].sum()),
             "rows_forwarded": int(scores.rows.sum()),
             "rows_naive": int(scores.rows_naive.sum()),

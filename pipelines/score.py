@@ -35,7 +35,7 @@ class ShardScores:
     returned: NDArray[np.int32]  # [U]
     legal_mass: NDArray[np.float32]  # [U] NaN: not known
     prompt_tokens: Ints  # [U]
-    reused_tokens: int  # of each prompt that was forwarded
+    reused_tokens: Ints  # [U] of its prompt, not forwarded for it
     truncated_tokens: Ints  # [U]
     rows: Ints  # [U] forwarded
     rows_naive: Ints  # [U]
@@ -65,6 +65,7 @@ def score_shard(
     rows = np.zeros(num, dtype=np.int64)
     rows_naive = np.zeros(num, dtype=np.int64)
     widths = np.zeros(num, dtype=np.int64)
+    reused = np.zeros(num, dtype=np.int64)
     parts: list[tuple[Ints, Ranked]] = []
     engine_seconds = time.perf_counter() - started
     for pack in prepared.packs:
@@ -86,6 +87,7 @@ def score_shard(
         quarantined += quarantine(shard, (Rejection(int(u), *_NOT_A_NUMBER) for u in failed))
         exact[pack], returned[pack] = ranked.exact, ranked.returned
         rows[pack], rows_naive[pack] = result.rows, result.rows_naive
+        reused[pack] = prepared.reused_tokens[pack]
         if result.generated is not None:
             legal_mass[pack] = result.generated.legal_mass
             widths[pack] = result.generated.width
@@ -108,7 +110,7 @@ def score_shard(
         returned=returned,
         legal_mass=legal_mass,
         prompt_tokens=prepared.prompt_tokens,
-        reused_tokens=prepared.reused_tokens,
+        reused_tokens=reused,
         truncated_tokens=prepared.truncated_tokens,
         rows=rows,
         rows_naive=rows_naive,

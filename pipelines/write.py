@@ -107,9 +107,9 @@ def embedding_outcomes(plan: RunPlan, shard: ShardInput, embedded: ShardEmbeddin
             "exact": pa.array(np.zeros(len(kept), dtype=bool)),
             "legal_mass": pa.nulls(len(kept), pa.float32()),
             "prompt_tokens": tokens,
-            "reused_tokens": np.full(len(kept), embedded.reused_tokens),
+            "reused_tokens": embedded.reused_tokens[kept],
             "truncated_tokens": embedded.truncated_tokens[kept],
-            "rows_forwarded": tokens - embedded.reused_tokens,
+            "rows_forwarded": tokens - embedded.reused_tokens[kept],
         }
     ).cast(outcomes_schema(plan.user_id_type))
 
@@ -131,7 +131,7 @@ def outcome_rows(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> pa.Ta
             "exact": pa.array(scores.exact[kept]),
             "legal_mass": pa.array(mass, mask=np.isnan(mass)),
             "prompt_tokens": scores.prompt_tokens[kept],
-            "reused_tokens": np.where(scores.rows[kept] > 0, scores.reused_tokens, 0),
+            "reused_tokens": scores.reused_tokens[kept],
             "truncated_tokens": scores.truncated_tokens[kept],
             "rows_forwarded": scores.rows[kept],
         }

@@ -195,6 +195,13 @@ class Rejection:
     message: str
 
 
+def _spread(user: Ints, of: Ints, num_users: int) -> tuple[Ints, Ints]:
+    """Entries (ordered by user) of every user in `of`: whose each is, and where it stands."""
+    lengths = np.bincount(user, minlength=num_users)
+    mine = Ragged.from_lengths(lengths, np.arange(len(user), dtype=np.int64)).take(of)
+    return mine.row_ids, mine.values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemScores:
     """Scored candidates: entry m says user `user[m]` scores `score[m]` nats on item `item[m]`."""
@@ -203,6 +210,16 @@ class ItemScores:
     item: Ints  # [M]
     score: NDArray[np.float32]  # [M]
     labels: NDArray[np.float32] | None = None  # [M, most labels] nats; NaN behind a user's own
+
+    def spread(self, of: Ints, num_users: int) -> ItemScores:
+        """See `BatchResult.spread`."""
+        user, at = _spread(self.user, of, num_users)
+        return ItemScores(
+            user=user,
+            item=self.item[at],
+            score=self.score[at],
+            labels=None if self.labels is None else self.labels[at],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +233,18 @@ class SidBeams:
     legal_mass: NDArray[np.float32]  # [U] probability that the first token stays in the catalog
     width: Ints  # [U] widest level that was forwarded
 
+    def spread(self, of: Ints) -> SidBeams:
+        """See `BatchResult.spread`."""
+        user, at = _spread(self.user, of, len(self.pruned))
+        return SidBeams(
+            user=user,
+            sid=self.sid[at],
+            score=self.score[at],
+            pruned=self.pruned[of],
+            legal_mass=self.legal_mass[of],
+            width=self.width[of],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
@@ -227,3 +256,18 @@ class BatchResult:
     failed: NDArray[np.bool_]  # [U] NaN or -inf appeared: nothing of this user may be used
     rows: Ints  # [U] rows forwarded through the model for this user, the prompt's included
     rows_naive: Ints  # [U] rows if every candidate and every beam sent the prompt again
+
+    def spread(self, of: Ints) -> BatchResult:
+        """The result of users of whom user u is the one at `of[u]` here; computed once, it is given
+        to each. Rows count for the first.
+        """
+        first = np.zeros(len(of), dtype=bool)
+        first[np.unique(of, return_index=True)[1]] = True
+        return BatchResult(
+            num_users=len(of),
+            scored=None if self.scored is None else self.scored.spread(of, self.num_users),
+            generated=None if self.generated is None else self.generated.spread(of),
+            failed=self.failed[of],
+            rows=np.where(first, self.rows[of], 0),
+            rows_naive=self.rows_naive[of],
+        )

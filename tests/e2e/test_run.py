@@ -262,3 +262,36 @@ def test_the_command_line_and_lower_layers_load_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "task",
+    [{"score": {}, "generate": {"width": 8}}, {"label": {"labels": ["y", "n"]}}, {"embed": {}}],
+    ids=["score and generate", "label", "embed"],
+)
+def test_users_that_are_the_same_are_computed_once(nightshelf, tmp_path, task):
+    """Equal prompts, vectors, candidates and exclusions."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    tables = write_inputs(tmp_path, num_users=30)
+    twins = {"u001": "u000", "u002": "u000", "u020": "u007"}
+    for name in ("users", "candidates"):
+        rows = {row["user_id"]: row for row in tables[name].to_pylist()}
+        for twin, user in twins.items():
+            rows[twin] = {**rows[user], "user_id": twin}
+        pq.write_table(pa.Table.from_pylist(list(rows.values()), tables[name].schema),
+                       tmp_path / f"{name}.parquet")  # fmt: skip
+    config = write_config(tmp_path, task={"k": 5, **task}, inputs__exclusions=None)
+    config_one = ("run", config, "--set", "run.shard_users=100", "--output", "json")
+    summary = nightshelf(*config_one).json
+    got = pl.read_parquet(tmp_path / PARTITION, hive_partitioning=False).drop("run_id")
+    outcomes = pl.read_parquet(f"{summary['run_dir']}/staged/*-outcomes.parquet")
+    done = dict(zip(outcomes["user_id"], outcomes["rows_forwarded"], strict=True))
+    assert all(done[user] == 0 and done[twins[user]] > 0 for user in twins)
+    reused = outcomes.filter(pl.col("user_id") == "u001")
+    assert reused["reused_tokens"].item() == reused["prompt_tokens"].item()
+    for twin, user in twins.items():
+        mine, theirs = (got.filter(pl.col("user_id") == u).drop("user_id") for u in (twin, user))
+        assert_frame_equal(mine, theirs)
+    assert got["user_id"].n_unique() == 30

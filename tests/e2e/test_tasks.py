@@ -357,18 +357,18 @@ def manifest_counts(summary):
 
 
 def test_a_shared_sets_tree_is_built_once(nightshelf, tmp_path, monkeypatch):
-    import engine.worker
+    import engine.candidate_trees
 
     tables = write_inputs(tmp_path)
     write(tmp_path, "candidates", {"item_id": tables["catalog"]["item_id"].to_pylist()})
     sizes = []
-    build = engine.worker.build_token_tree
+    build = engine.candidate_trees.build_token_tree
 
     def counted(trie, candidates, **options):
         sizes.append(candidates.num_rows)
         return build(trie, candidates, **options)
 
-    monkeypatch.setattr("engine.worker.build_token_tree", counted)
+    monkeypatch.setattr("engine.candidate_trees.build_token_tree", counted)
     monkeypatch.setattr("engine.item_scoring.build_token_tree", counted)
     config = write_config(tmp_path, task={"k": 5, "score": {}}, engine__max_batch_users=3)
     summary = nightshelf("run", config, "--output", "json").json

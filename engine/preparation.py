@@ -1,0 +1,91 @@
+"""What a shard becomes before any of it runs: prompts, packs, and users whose work is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.identical import first_of_its_kind
+from engine.labels import LabelTokens
+from engine.packing import PackingBudget, pack_users
+from engine.prompts import PromptSet
+from engine.token_tree import TokenTree
+from schemas.requests import Ints, Ragged, Rejection, UserBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A shard's users with their prompts, and which of them share a pass."""
+
+    users: UserBatch
+    prompts: PromptSet
+    labels: LabelTokens | None
+    tree_rows: Ints  # [U] nodes of each user's token tree
+    shared_tree: TokenTree | None  # of the sets that users share
+    same_as: Ints  # [U] the first user whose work is the same; itself where there is none before
+    packs: list[Ints]  # users of each pass; those that are the same stand in one pack
+
+    @property
+    def rejections(self) -> list[Rejection]:
+        """Users whose prompt cannot be built, or whose labels cannot be read."""
+        return self.prompts.rejections + (self.labels.rejections if self.labels else [])
+
+    @property
+    def prompt_tokens(self) -> Ints:
+        """Tokens of each prompt `[U]`."""
+        return self.prompts.lengths
+
+    @property
+    def reused_tokens(self) -> Ints:
+        """Tokens of each prompt that are not forwarded for this user `[U]`: the part that all
+        prompts share, or the whole prompt of a user that is the same as one before."""
+        new = self.same_as == np.arange(len(self.same_as))
+        return np.where(new, len(self.prompts.static_prefix), self.prompts.lengths)
+
+    @property
+    def truncated_tokens(self) -> Ints:
+        """History tokens dropped to fit `[U]`."""
+        return self.prompts.truncated
+
+
+def same_work(
+    users: UserBatch, prompts: PromptSet, labels: LabelTokens | None, *, items: bool
+) -> Ints:
+    """For each user the first one with the same prompt, vector, candidates and limits `[U]`.
+
+    `items`: what a user must not get matters.
+    """
+    parts: list[Ragged | np.ndarray] = [prompts.tokens]
+    if users.vectors is not None:
+        parts.append(users.vectors)
+    if users.candidates is not None:
+        sets = users.candidates
+        parts += [sets.of_user, sets.forbidden] if sets.shared else [sets.lists()]
+    if labels is not None:
+        parts.append(labels.of_user)
+    if users.excluded is not None and items:
+        parts.append(users.excluded)
+    if users.eligibility is not None:
+        parts.append(users.eligibility.segment)
+    return first_of_its_kind(parts, users.num_users)
+
+
+def pack_distinct(
+    prompt_tokens: Ints, other_rows: Ints, usable: np.ndarray, same_as: Ints, budget: PackingBudget
+) -> list[Ints]:
+    """Packs of the usable users; those that are the same stand together and cost once."""
+    kept = np.flatnonzero(usable & (same_as == np.arange(len(same_as))))
+    packs = [kept[p] for p in pack_users(prompt_tokens[kept], other_rows[kept], budget)]
+    if len(kept) == usable.sum():
+        return packs
+    users = np.flatnonzero(usable)
+    users = users[np.argsort(same_as[users], kind="stable")]
+    first = same_as[users]
+    lists = []
+    for pack in packs:
+        begin = np.searchsorted(first, pack, side="left")
+        size = np.searchsorted(first, pack, side="right") - begin
+        at = Ragged.from_lengths(size, np.empty(0, dtype=np.int64))
+        lists.append(users[np.repeat(begin - at.offsets[:-1], size) + np.arange(at.offsets[-1])])
+    return lists

@@ -1,7 +1,8 @@
 """Which workloads are run, and how large: every number is a flag of the command line.
 
 A case is one question about some users: score their candidates, or search the catalog. Names say
-the question, the prompt, and the size that matters: `score-300-1000`, `beam-64-128`.
+the question, the prompt, and the size that matters: `score-300-1000`, `beam-64-128`; a large
+catalog stands before it: `beam-300-1M-128`.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Sizes:
 
 
 QUICK = Sizes(
-    layers=2, users=2, batch_users=4, soft_users=8, long_min=500, long_max=1000,
+    layers=2, users=2, batch_users=2, soft_users=4, long_min=500, long_max=1000,
     few_candidates=50, candidates=200, narrow=16, width=32, wide=64, vllm_width=16,
-    many_items=100_000, sample=16, repeats=3, run_users=64, memory_users=20_000,
+    many_items=100_000, sample=16, repeats=3, run_users=48, memory_users=20_000,
 )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def make_cases(s: Sizes) -> list[Case]:
         beams("soft", soft, s.soft_users, s.width, prompt="soft_token"),
         beams(f"{history}", history, s.batch_users, s.narrow),
         beams(f"{history}", history, s.users, s.wide),
-        beams(f"{history}-{s.many_items}-items", history, s.users, s.width, items=s.many_items),
+        beams(f"{history}-{compact(s.many_items)}", history, s.users, s.width, items=s.many_items),
     ]
     unique: dict[str, Case] = {}
     for case in cases:  # sizes that were made alike are one case, with the peers of both
@@ -127,6 +128,14 @@ def make_cases(s: Sizes) -> list[Case]:
         peers = dict.fromkeys((*first.peers, *case.peers))
         unique[case.name] = dataclasses.replace(first, peers=tuple(peers))
     return list(unique.values())
+
+
+def compact(value: int) -> str:
+    """12, 5k, 1M."""
+    for unit, letter in ((1_000_000, "M"), (1000, "k")):
+        if value >= unit and value % unit == 0:
+            return f"{value // unit}{letter}"
+    return str(value)
 
 
 def changed(sizes: Sizes, given: dict[str, int | None]) -> Sizes:

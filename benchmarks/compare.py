@@ -61,6 +61,8 @@ def compare(args: argparse.Namespace, pipeline: Pipeline | None) -> dict[str, An
             "matmul_gflops_per_s": matmul_rate(getattr(torch, args.dtype), device),
             "memory_gb_per_s": memory_bandwidth(device),
         }
+        if guests.vllm is not None:
+            machine["vllm"] = guests.vllm.facts
         if device.type == "cuda":
             machine["peak_device_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
     return make_report(
@@ -129,7 +131,7 @@ def _guests(
                     max_width=max(case.width for case in asking),
                 )
             )
-            say(f"vLLM {vllm.version}")
+            say(f"vLLM: {vllm.facts}")
         except PeerError as err:
             skipped["vLLM"] = str(err)
     if "ctranslate2" in wanted:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cases import Case
+from benchmarks.cases import Case, compact
 
 if TYPE_CHECKING:
     from benchmarks.checkpoint import Checkpoint
@@ -156,7 +156,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
         panel.set_xscale("log")
         panel.set_yscale("log")
         panel.set_ylim(min(y) / 3, max(y) * 2)
-        panel.set_xticks(x, labels=[_short(value) for value in x], fontsize=8)
+        panel.set_xticks(x, labels=[compact(value) for value in x], fontsize=8)
         panel.xaxis.set_minor_locator(ticker.NullLocator())
         panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
@@ -170,14 +170,6 @@ def plot(document: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"{document['model']}; {machine['hardware']}, {machine['dtype']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=90)
-
-
-def _short(value: int) -> str:
-    """12, 5k, 1M."""
-    for unit, letter in ((1_000_000, "M"), (1000, "k")):
-        if value >= unit and value % unit == 0:
-            return f"{value // unit}{letter}"
-    return str(value)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ BUSY = 1.5  # slowest turn / fastest turn above which a table says so
 
 def show(report: dict[str, Any]) -> None:
     """Print everything."""
-    console = Console(width=136, highlight=False)
+    console = Console(width=144, highlight=False)
     machine = report["machine"]
     console.print(
         f"{machine['hardware']}, {machine['threads']} threads, {machine['dtype']}, "
@@ -38,7 +38,7 @@ def show(report: dict[str, Any]) -> None:
 def _contenders(report: dict[str, Any]) -> Table:
     table = Table(title="ratio: a contender's median time over ours", title_justify="left")
     for name in ("case", "contender"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in ("median s", "ratio", "rows", "users/s", "items/s", "mfu", "per 1M users", "timed"):
         table.add_column(name, justify="right")
     for case in report["cases"]:
@@ -66,7 +66,7 @@ def _phases(report: dict[str, Any]) -> Table:
         "phase's GFLOP/s of the matmuls' own",
         title_justify="left",
     )
-    table.add_column("case")
+    table.add_column("case", no_wrap=True)
     for name in ("prefill", "tree", "head", "selection", "sharing"):
         table.add_column(name, justify="right")
     for case in report["cases"]:

@@ -50,15 +50,13 @@ class VLLM:
             stderr=None if os.environ.get("NIGHTSHELF_BENCH_DEBUG") else subprocess.DEVNULL,
             text=True,
         )
-        loaded = self.ask(
+        self.facts = self.ask(  # version, threads, block_tokens
             op="load",
             model=checkpoint.folder,
             dtype=checkpoint.dtype,
             max_tokens=max_tokens,
             max_width=max_width,
         )
-        self.version: str = loaded["version"]
-        self.block_tokens: int = loaded["block_tokens"]
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, one reply; `PeerError` when it failed."""
@@ -103,7 +101,7 @@ class VLLMWork:
 
     def score(self, *, read_cache: bool) -> NDArray[np.float32]:
         """Scores `[U, sample]`; `PeerError` where reading the cache would lose some of them."""
-        block = self._server.block_tokens
+        block = self._server.facts["block_tokens"]
         if read_cache and any(len(prompt) % block == 0 for prompt in self._prompts):
             raise PeerError(f"a prompt ends with a block of {block} tokens")
         found = self._ask_score(read_cache, answer=True)["found"]

@@ -20,7 +20,7 @@ from typing import Any
 
 
 def load(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The engine; the version of vLLM and the tokens of one block of its cache."""
+    """The engine; the version of vLLM, its threads, and the tokens of one block of its cache."""
     vllm: Any = importlib.import_module("vllm")
 
     engine = vllm.LLM(
@@ -34,7 +34,8 @@ def load(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         disable_log_stats=True,
     )
     block = engine.llm_engine.vllm_config.cache_config.block_size
-    return engine, {"version": vllm.__version__, "block_tokens": block}
+    threads = importlib.import_module("torch").get_num_threads()
+    return engine, {"version": vllm.__version__, "threads": threads, "block_tokens": block}
 
 
 def score(engine: Any, request: dict[str, Any]) -> list[list[float]]:

@@ -30,6 +30,7 @@ class BackendFacts:
     vocab_size: int  # rows of the embedding matrix; any id below is accepted
     hidden_size: int  # width of a soft token; 0: any width
     embedding_width: int  # numbers that `embed` gives per prompt
+    rows_that_fit: int | None = None  # rows of a pack for this device's memory; None: not known
     max_positions: int  # longest prompt + tree depth
     dtype: str
     device: device

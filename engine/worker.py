@@ -43,6 +43,9 @@ from schemas.requests import (
 from schemas.semantic_ids import ItemTokens, TextTokens
 from schemas.settings import GenerateSettings, RunConfig
 
+_ROWS = 8192  # packed together where memory says nothing
+_LEAST_ROWS = 256  # below this it is not the pack that does not fit
+
 
 class Engine:
     """Scores and generates for batches of users. Build it with `open_engine`."""
@@ -59,6 +62,8 @@ class Engine:
                 expected=f"ids below {facts.vocab_size}",
                 got=f"id {tokens.max_token_id}",
             )
+        wanted = config.engine.max_batch_tokens
+        self._max_rows = (facts.rows_that_fit or _ROWS) if wanted == "auto" else wanted
         self._label: LabelReader | None = None
         if config.task.label is not None:
             self._label = LabelReader(config.task.label, tokenizer, facts.vocab_size)
@@ -120,9 +125,7 @@ class Engine:
         if self._widths:
             rows += rows_per_prompt(self._index, self._widths)
         same_as = same_work(users, prompts, labels, items=self._config.task.embed is None)
-        budget = PackingBudget(
-            self._config.engine.max_batch_tokens, self._config.engine.max_batch_users
-        )
+        budget = PackingBudget(self._max_rows, self._config.engine.max_batch_users)
         packs = pack_distinct(prompts.lengths, rows, usable, same_as, budget)
         return Prepared(
             users=users,
@@ -135,7 +138,33 @@ class Engine:
         )
 
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
-        """Everything the task asks for about the users of one pack, numbered as in `pack`."""
+        """Everything the task asks for about the users of one pack, numbered as in `pack`.
+
+        A pack that does not fit in the device's memory is cut in two, and later ones are packed
+        smaller.
+        """
+        try:
+            return self._run_distinct(prepared, pack)
+        except torch.OutOfMemoryError:
+            if not self._shrink(len(pack)):
+                raise
+        return BatchResult.join([self.run(prepared, part) for part in self._halves(pack)])
+
+    def _shrink(self, users: int) -> bool:
+        """Take half as many rows from now on; whether trying again can help."""
+        if users == 1 and self._max_rows <= _LEAST_ROWS:
+            return False
+        self._max_rows = max(_LEAST_ROWS, self._max_rows // 2)
+        return True
+
+    def _halves(self, pack: Ints) -> list[Ints]:
+        """The pack in two, once what the failed attempt held is given back."""
+        if self._backend.facts.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return [part for part in np.array_split(pack, 2) if len(part)]
+
+    def _run_distinct(self, prepared: Prepared, pack: Ints) -> BatchResult:
+        """Users whose work is the same are run once."""
         distinct, of = np.unique(prepared.same_as[pack], return_inverse=True)
         if len(distinct) == len(pack):
             return self._run(prepared, pack)
@@ -144,7 +173,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self, prepared: Prepared, pack: Ints) -> BatchResult:
         users = prepared.users.take(pack)
-        max_rows = self._config.engine.max_batch_tokens
+        max_rows = self._max_rows
         candidates = users.candidates if self._config.task.uses_candidates else None
         max_nodes = 0
         if candidates is not None:
@@ -186,9 +215,17 @@ class Engine:
         """Numbers of an embedding."""
         return self._backend.facts.embedding_width
 
-    @torch.inference_mode()
     def embed(self, prepared: Prepared, pack: Ints) -> np.ndarray:
-        """Embeddings of the users of one pack `[users, hidden]` float32."""
+        """Embeddings of the users of one pack `[users, hidden]` float32; cut in two like `run`."""
+        try:
+            return self._embed(prepared, pack)
+        except torch.OutOfMemoryError:
+            if not self._shrink(len(pack)):
+                raise
+        return np.concatenate([self.embed(prepared, part) for part in self._halves(pack)])
+
+    @torch.inference_mode()
+    def _embed(self, prepared: Prepared, pack: Ints) -> np.ndarray:
         settings = self._config.task.embed
         assert settings is not None, "the task does not embed"
         pack, of = np.unique(prepared.same_as[pack], return_inverse=True)
@@ -203,7 +240,7 @@ class Engine:
         self, context: Context, prepared: Prepared, pack: Ints, candidates: CandidateSets
     ) -> tuple[ItemScores, Ints]:
         """Scores, or labels, of all candidates; and the nodes forwarded per user."""
-        task, max_rows = self._config.task, self._config.engine.max_batch_tokens
+        task, max_rows = self._config.task, self._max_rows
         lists = candidates.lists()
         tree = self._trees.of_pack(prepared.shared_tree, candidates)
         if task.label is None:

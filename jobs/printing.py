@@ -40,12 +40,21 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
             "rows forwarded",
             f"{summary['rows_forwarded']:,} (one by one: {summary['rows_naive']:,})",
         ),
+        ("cost", _cost(summary)),
         ("time", f"{summary['seconds']:.1f} s, {summary['users_per_s']:,.0f} users/s"),
         ("table", summary["published"]),
         ("run folder", summary["run_dir"]),
     ):
         table.add_row(label, str(value))
     console.print(table)
+
+
+def _cost(summary: dict[str, Any]) -> str:
+    hours = f"{summary['device_hours']:.3f} device hours"
+    if summary["cost"] is None:
+        return f"{hours}; set run.price_per_hour for a price"
+    per_million = summary["cost_per_million_users"]
+    return f"{summary['cost']:,.2f} for {hours}; {per_million:,.2f} per million users"
 
 
 def _widths(widths: dict[int, int] | None) -> str:

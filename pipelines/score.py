@@ -14,7 +14,7 @@ from pipelines.catalog import Catalog
 from pipelines.rank import Ranked, rank_batch
 from pipelines.read import ShardInput
 from pipelines.validate import QuarantinedRow
-from schemas.requests import Ints, Ragged, Rejection
+from schemas.requests import Ints, Ragged, Rejection, join_labels
 from schemas.settings import TaskSettings
 
 if TYPE_CHECKING:
@@ -126,14 +126,8 @@ _NOT_A_NUMBER = ("score_not_finite", "the model gave NaN or -inf for this user")
 
 def _label_scores(parts: list[Ranked], order: Ints) -> NDArray[np.float32]:
     """Label scores of all rows in this order, as wide as the widest part."""
-    scores = [ranked.labels for ranked in parts if ranked.labels is not None]
-    most = max((one.shape[1] for one in scores), default=0)
-    out = np.full((len(order), most), np.nan, dtype=np.float32)
-    begin = 0
-    for one in scores:
-        out[begin : begin + len(one), : one.shape[1]] = one
-        begin += len(one)
-    return out[order]
+    joined = join_labels([ranked.labels for ranked in parts])
+    return np.empty((0, 0), dtype=np.float32) if joined is None else joined[order]
 
 
 def quarantine(

@@ -195,6 +195,18 @@ class Rejection:
     message: str
 
 
+def join_labels(parts: list[NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+    """Label scores below one another, as wide as the widest."""
+    arrays = [part for part in parts if part is not None]
+    if not arrays:
+        return None
+    most = max(part.shape[1] for part in arrays)
+    wide = [
+        np.pad(part, ((0, 0), (0, most - part.shape[1])), constant_values=np.nan) for part in arrays
+    ]
+    return np.concatenate(wide).astype(np.float32, copy=False)
+
+
 def _spread(user: Ints, of: Ints, num_users: int) -> tuple[Ints, Ints]:
     """Entries (ordered by user) of every user in `of`: whose each is, and where it stands."""
     lengths = np.bincount(user, minlength=num_users)
@@ -256,6 +268,39 @@ class BatchResult:
     failed: NDArray[np.bool_]  # [U] NaN or -inf appeared: nothing of this user may be used
     rows: Ints  # [U] rows forwarded through the model for this user, the prompt's included
     rows_naive: Ints  # [U] rows if every candidate and every beam sent the prompt again
+
+    @classmethod
+    def join(cls, parts: list[BatchResult]) -> BatchResult:
+        """The results of batches one after another, as one."""
+        starts = np.cumsum([0, *(part.num_users for part in parts)])
+
+        def joined(name: str, field: str) -> NDArray[Any]:
+            return np.concatenate([getattr(getattr(part, name), field) for part in parts])
+
+        def users(name: str) -> Ints:
+            pairs = zip(parts, starts, strict=False)
+            return np.concatenate([getattr(part, name).user + start for part, start in pairs])
+
+        scored = generated = None
+        if parts[0].scored is not None:
+            scored = ItemScores(
+                user=users("scored"),
+                item=joined("scored", "item"),
+                score=joined("scored", "score"),
+                labels=join_labels([part.scored.labels for part in parts if part.scored]),
+            )
+        if parts[0].generated is not None:
+            names = ("sid", "score", "pruned", "legal_mass", "width")
+            arrays = {name: joined("generated", name) for name in names}
+            generated = SidBeams(user=users("generated"), **arrays)
+        return cls(
+            num_users=int(starts[-1]),
+            scored=scored,
+            generated=generated,
+            failed=np.concatenate([part.failed for part in parts]),
+            rows=np.concatenate([part.rows for part in parts]),
+            rows_naive=np.concatenate([part.rows_naive for part in parts]),
+        )
 
     def spread(self, of: Ints) -> BatchResult:
         """The result of users of whom user u is the one at `of[u]` here; computed once, it is given

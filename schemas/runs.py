@@ -231,6 +231,15 @@ class RunManifest(_Record):
                 widths[width] = widths.get(width, 0) + users
         return dict(sorted(widths.items()))
 
+    def _device_hours(self) -> float:
+        """Time that shards held a device, from reading to the receipt."""
+        return sum(receipt.seconds for receipt in self.shards) / 3600
+
+    def _cost(self) -> float | None:
+        """What the shards cost, at `run.price_per_hour`."""
+        price = self.plan.config.run.price_per_hour
+        return None if price is None else price * self._device_hours()
+
     def summary(self) -> dict[str, Any]:
         """The one-line JSON of a run."""
         c = self.counts
@@ -259,6 +268,9 @@ class RunManifest(_Record):
             "seconds": round(self.seconds, 3),
             "engine_seconds": round(engine_seconds, 3),
             "users_per_s": round(c.users_in / self.seconds, 2) if self.seconds else 0.0,
+            "device_hours": round(self._device_hours(), 6),
+            "cost": _rounded(self._cost()),
+            "cost_per_million_users": _rounded(self._cost(), 1e6 / max(c.users_in, 1)),
             "prompt_tokens": c.prompt_tokens,
             "reused_tokens": c.reused_tokens,
             "truncated_tokens": c.truncated_tokens,
@@ -266,6 +278,10 @@ class RunManifest(_Record):
             "rows_naive": c.rows_naive,
             "sharing": _share(c.rows_naive, c.rows_forwarded),
         }
+
+
+def _rounded(value: float | None, factor: float = 1.0) -> float | None:
+    return None if value is None else round(value * factor, 4)
 
 
 def _share(part: int, whole: int) -> float | None:

@@ -46,8 +46,10 @@ class EngineSettings(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: CUDA when there is one"
     )
-    max_batch_tokens: Positive = Field(
-        8192, description="Rows (prompt tokens, tree nodes, beams) in one packed pass"
+    max_batch_tokens: Positive | Literal["auto"] = Field(
+        "auto",
+        description="Rows (prompt tokens, tree nodes, beams) packed together; auto: what the GPU "
+        "holds, 8192 on a CPU",
     )
     max_batch_users: Positive = Field(256, description="Users in one packed pass")
     seed: int = Field(0, description="Seed of the fake backend")
@@ -261,6 +263,9 @@ class RunSettings(_Section):
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         1800.0, description="A worker whose engine takes longer to start is ended"
+    )
+    price_per_hour: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Price of one device for an hour; for the cost in the summary"
     )
 
 

@@ -81,3 +81,17 @@ def trouble_backend(settings: EngineSettings) -> TroubleBackend:
 def no_memory_backend(settings: EngineSettings) -> FakeBackend:
     """Cannot start: `engine.backend: tests.trouble:no_memory_backend`."""
     raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+
+class SmallBackend(FakeBackend):
+    """A fake whose device holds 200 rows."""
+
+    def prefill(self, prompts: PackedPrompts, max_nodes: int) -> Any:
+        if len(prompts.token_ids) + max_nodes > 200:
+            raise torch.OutOfMemoryError("out of memory, as torch says it")
+        return super().prefill(prompts, max_nodes)
+
+
+def small_backend(settings: EngineSettings) -> SmallBackend:
+    """Out of memory beyond 200 rows: `engine.backend: tests.trouble:small_backend`."""
+    return SmallBackend(settings.seed)

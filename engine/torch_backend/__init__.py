@@ -15,11 +15,13 @@ from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets
 from engine.row_tiles import pad_rows
 from engine.torch_backend.context import PrefixKV, TorchContext
 from engine.torch_backend.head import Head
+from engine.torch_backend.memory import rows_that_fit
 from engine.torch_backend.model import (
     head_of,
     load_model,
     longest_position,
     reference_log_probs,
+    sizes_of,
 )
 from engine.torch_backend.passes import PrefixPass, TreePass, node_passes, prompt_passes
 from schemas.errors import EngineError
@@ -52,6 +54,7 @@ class TorchBackend:
             max_positions=longest_position(config),
             dtype=dtype,
             device=device,
+            rows_that_fit=self._rows_that_fit(),
         )
         try:
             self._probe(folder)
@@ -63,6 +66,14 @@ class TorchBackend:
                 got=f"{type(err).__name__}: {err}",
                 where=folder,
             ) from err
+
+    def _rows_that_fit(self) -> int | None:
+        device = next(self._model.parameters()).device
+        if device.type != "cuda":
+            return None
+        total = torch.cuda.get_device_properties(device).total_memory
+        weights = sum(p.numel() * p.element_size() for p in self._model.parameters())
+        return rows_that_fit(sizes_of(self._model), total, weights)
 
     @property
     def facts(self) -> BackendFacts:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from engine.torch_backend.memory import ModelSizes
 from engine.torch_backend.tree_attention import ATTENTION_NAME
 from schemas.errors import EngineError, quoted
 
@@ -127,6 +128,21 @@ def _refuse_sliding_window(config: Any, folder: str) -> None:
             got=f"layer types {sorted(kinds)}, sliding window {windowed}",
             where=folder,
         )
+
+
+def sizes_of(model: PreTrainedModel) -> ModelSizes:
+    """What a row of this model takes in memory, from its configuration."""
+    config: Any = model.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    return ModelSizes(
+        layers=int(config.num_hidden_layers),
+        hidden=int(config.hidden_size),
+        intermediate=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        item_bytes=next(model.parameters()).element_size(),
+    )
 
 
 def head_of(model: PreTrainedModel, folder: str) -> nn.Linear:

@@ -295,3 +295,47 @@ def test_users_that_are_the_same_are_computed_once(nightshelf, tmp_path, task):
         mine, theirs = (got.filter(pl.col("user_id") == u).drop("user_id") for u in (twin, user))
         assert_frame_equal(mine, theirs)
     assert got["user_id"].n_unique() == 30
+
+
+def test_the_summary_says_what_a_run_cost(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    free = nightshelf("run", config, "--output", "json").json
+    assert free["cost"] is free["cost_per_million_users"] is None
+    priced = ("run", config, "--set", "run.price_per_hour=7200", "--output", "json")
+    paid = nightshelf(*priced).json
+    assert paid["run_id"] == free["run_id"], "a price does not change what is recommended"
+    assert paid["device_hours"] == free["device_hours"] > 0
+    assert paid["cost"] == pytest.approx(7200 * paid["device_hours"], abs=0.01)
+    assert paid["cost_per_million_users"] == pytest.approx(paid["cost"] * 1e6 / 40, rel=0.01)
+    assert "per million users" in nightshelf(*priced[:-2]).out
+
+
+@pytest.mark.parametrize(
+    "task",
+    [{"score": {}, "generate": {"width": 8}}, {"label": {"labels": ["y", "n"]}}, {"embed": {}}],
+    ids=["score and generate", "label", "embed"],
+)
+def test_a_pack_that_does_not_fit_is_cut_until_it_does(nightshelf, tmp_path, task):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, task={"k": 5, **task})
+    nightshelf("run", config)
+    want = pl.read_parquet(tmp_path / PARTITION).drop("run_id")
+    small = ("--set", "engine.backend=tests.trouble:small_backend", "--output", "json")
+    summary = nightshelf("run", config, *small).json
+    assert summary["users_quarantined"] == 0
+    assert_frame_equal(pl.read_parquet(tmp_path / PARTITION).drop("run_id"), want)
+
+
+def test_one_user_that_never_fits_fails_its_shard_and_nothing_else(nightshelf, tmp_path):
+    import pyarrow.parquet as pq
+
+    tables = write_inputs(tmp_path)
+    names = [f"s{u % 3}" if u != 5 else "x" * 300 for u in range(40)]
+    users = tables["users"].drop_columns(["segment"]).append_column("segment", [names])
+    pq.write_table(users, tmp_path / "users.parquet")
+    config = write_config(tmp_path, prompt__template="{segment}{history}")
+    small = ("--set", "engine.backend=tests.trouble:small_backend", "--output", "json")
+    done = nightshelf("run", config, *small, check=4)
+    assert "1 of 4 shards failed" in done.err
+    assert "out of memory" in done.err

@@ -91,8 +91,9 @@ def run_pipeline(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, 
 def main() -> int:
     """Run the comparison; 1 when answers differ."""
     args = arguments()
-    from benchmarks.compare import compare  # torch and transformers take seconds to import
-    from benchmarks.play import AnswersDiffer, say
+    from benchmarks.answers import AnswersDiffer  # torch and transformers take seconds to import
+    from benchmarks.compare import compare
+    from benchmarks.play import say
     from benchmarks.table import show
 
     try:

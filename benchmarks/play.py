@@ -12,7 +12,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.answers import AnswersDiffer
 from benchmarks.contenders import OURS, Contender, Guests, Invitation, invite
 from benchmarks.limit import Limit
 from benchmarks.ours import Answer, Ours
@@ -20,8 +19,6 @@ from benchmarks.vllm_client import PeerError
 from benchmarks.watched import PHASES
 from benchmarks.workload import Workload
 from engine.backend import Backend
-
-__all__ = ["AnswersDiffer", "Played", "play", "say"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from benchmarks.checkpoint import LEVELS, Checkpoint
 from benchmarks.workload import Workload
 from schemas.requests import Ints
 
+_SETTLE_S = 0.5  # its OpenMP threads spin for 0.2 s after their last work, on our cores
 ENVIRONMENT = Path(".venv-vllm")  # made by `make bench-vllm`, in the root of the checkout
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,6 +75,7 @@ class VLLM:
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
             raise PeerError(f"vLLM: {reply['error']}")
+        time.sleep(_SETTLE_S)
         return reply
 
     def __enter__(self) -> VLLM:

@@ -72,7 +72,7 @@ def build_token_tree(
     above = np.empty(0, dtype=np.int64)
     for depth in range(trie.depth, 0, -1):
         here = leaf_depth == depth
-        keys[depth] = np.unique(np.concatenate([key_of.pack(user[here], leaf[here]), above]))
+        keys[depth] = _distinct(np.concatenate([key_of.pack(user[here], leaf[here]), above]))
         users, nodes = key_of.unpack(keys[depth])
         above = key_of.pack(users, trie.parent[nodes].astype(np.int64))
 
@@ -155,6 +155,15 @@ def candidate_parts(
         end = max(end, begin + 1)
         yield order[begin:end]
         begin = end
+
+
+def _distinct(keys: Ints) -> Ints:
+    """Sorted distinct values; sorts in place, which NumPy does several times faster than
+    `np.unique` hashes."""
+    keys.sort()
+    new = np.ones(len(keys), dtype=bool)
+    np.not_equal(keys[1:], keys[:-1], out=new[1:])
+    return keys[new]
 
 
 @dataclass(frozen=True, slots=True)

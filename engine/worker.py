@@ -116,9 +116,10 @@ class Engine:
         usable[[r.user for r in prompts.rejections]] = False
         usable[[r.user for r in labels.rejections] if labels else []] = False
         nodes = np.zeros(users.num_users, dtype=np.int64)
-        shared_tree = None
+        candidate_tokens, shared_tree = nodes, None
         if users.candidates is not None:
             nodes, shared_tree = self._trees.rows(users.candidates)
+            candidate_tokens = self._trees.tokens(users.candidates)
             if self._config.task.generate is None:
                 usable &= users.candidates.scorable > 0  # nothing to do for the others
         rows = nodes.copy()
@@ -132,6 +133,7 @@ class Engine:
             prompts=prompts,
             labels=labels,
             tree_rows=nodes,
+            candidate_tokens=candidate_tokens,
             shared_tree=shared_tree,
             same_as=same_as,
             packs=packs,
@@ -192,7 +194,7 @@ class Engine:
             scored, tree_rows = self._score(context, prepared, pack, candidates)
             rows += tree_rows
             failed[scored.user[~np.isfinite(scored.score)]] = True
-            naive += candidates.lengths * prompt_rows + self._trees.tokens(candidates)
+            naive += candidates.lengths * prompt_rows + prepared.candidate_tokens[pack]
             scored = without_forbidden(scored, users)
         if self._config.task.generate is not None:
             generated, beams_failed, beam_rows_used = self._generate(

@@ -14,9 +14,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from engine.device import bind_gpu, num_cpus, visible_gpus
 from jobs.run import Progress
 from pipelines.catalog import Catalog
 from pipelines.items import open_items
+from pipelines.read import ShardInput
+from pipelines.read_ahead import ReadAhead
 from pipelines.run_shard import run_shard
 from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
 from schemas.runs import RunPlan, Shard
@@ -97,13 +100,24 @@ def _start_engine(plan: RunPlan, catalog: Catalog | None) -> AbstractContextMana
 def _run_inline(plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
     catalog = open_items(plan)
     failed: dict[int, str] = {}
-    with _start_engine(plan, catalog) as engine:
-        for shard in shards:
+    with _start_engine(plan, catalog) as engine, ReadAhead(plan, catalog) as ahead:
+        for shard, following in zip_longest(shards, shards[1:]):
             try:
-                run_shard(plan, shard, engine, catalog, progress.advance)
+                run_shard(plan, shard, engine, catalog, progress.advance, _take(ahead, following))
             except RunError as err:
                 failed[shard.index] = str(err)
     return failed
+
+
+def _take(ahead: ReadAhead, following: Shard | None) -> Callable[[Shard], ShardInput]:
+    """Reads a shard, and then the one that probably follows while this one is scored."""
+
+    def take(shard: Shard) -> ShardInput:
+        data = ahead.take(shard)
+        ahead.guess(following)
+        return data
+
+    return take
 
 
 @dataclass(slots=True, eq=False)
@@ -193,7 +207,12 @@ class _Pool:
             shard = self._waiting.popleft()
             worker.shard, worker.heard = shard, time.monotonic()
             with contextlib.suppress(OSError):  # it died just now: its sentinel tells
-                worker.pipe.send(shard)
+                worker.pipe.send((shard, self._probably_next()))
+
+    def _probably_next(self) -> Shard | None:
+        """What a worker will get after its shard, if the others are as fast."""
+        turn = len(self._workers) - 1
+        return self._waiting[turn] if turn < len(self._waiting) else None
 
     def _again(self, worker: _Worker, reason: str) -> None:
         """The worker's shard has used up one attempt."""
@@ -275,19 +294,25 @@ def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
         try:
             catalog = open_items(plan)
-            with _start_engine(plan, catalog) as engine:
+            with _start_engine(plan, catalog) as engine, ReadAhead(plan, catalog) as ahead:
                 pipe.send(("ready", None))
                 while True:
-                    _run_one(plan, pipe.recv(), engine, catalog, pipe)
+                    shard, following = pipe.recv()
+                    _run_one(plan, shard, engine, catalog, pipe, _take(ahead, following))
         except NightshelfError as err:
             pipe.send(("cannot_start", err))
 
 
 def _run_one(
-    plan: RunPlan, shard: Shard, engine: Engine, catalog: Catalog | None, pipe: Connection
+    plan: RunPlan,
+    shard: Shard,
+    engine: Engine,
+    catalog: Catalog | None,
+    pipe: Connection,
+    read: Callable[[Shard], ShardInput],
 ) -> None:
     try:
-        run_shard(plan, shard, engine, catalog, lambda users: pipe.send(("users", users)))
+        run_shard(plan, shard, engine, catalog, lambda users: pipe.send(("users", users)), read)
     except ShardFailedError as err:
         pipe.send(("broken", err))  # the engine may be in any state: a new one takes over
     except NightshelfError as err:

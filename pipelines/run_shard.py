@@ -63,8 +63,13 @@ def run_shard(
     engine: Engine,
     catalog: Catalog | None,
     progress: Callable[[int], None] = lambda users: None,
+    read: Callable[[Shard], ShardInput] | None = None,
 ) -> ShardReceipt:
     """Score one shard and leave its receipt.
+
+    Args:
+        progress: told how many users more are done.
+        read: gives the shard's rows, where the caller reads ahead.
 
     Raises:
         AccountingError: rows do not balance; nothing is kept.
@@ -74,7 +79,7 @@ def run_shard(
     started = time.perf_counter()
     attempt = uuid.uuid4().hex[:8]
     with _shard_context(plan, shard):
-        data = read_shard(plan, shard, catalog)
+        data = read(shard) if read else read_shard(plan, shard, catalog)
         if plan.config.task.embed is not None:
             result = _embed(plan, data, engine, progress)
         else:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +15,11 @@ from pipelines.catalog import Catalog
 from pipelines.rank import Ranked, rank_batch
 from pipelines.read import ShardInput
 from pipelines.validate import QuarantinedRow
-from schemas.requests import Ints, Ragged, Rejection, join_labels
+from schemas.requests import BatchResult, Ints, Ragged, Rejection, join_labels
 from schemas.settings import TaskSettings
 
 if TYPE_CHECKING:
+    from engine.preparation import Prepared
     from engine.worker import Engine
 
 
@@ -52,73 +54,103 @@ def score_shard(
     task: TaskSettings,
     progress: Callable[[int], None],
 ) -> ShardScores:
-    """Take all users of a shard through the engine; `progress` is told how many users were done."""
-    num = shard.users.num_users
+    """Take all users of a shard through the engine; `progress` is told how many users were done.
+
+    A pack is ranked while the engine runs the next one.
+    """
     started = time.perf_counter()
     prepared = engine.prepare(shard.users)
-    rejected = np.zeros(num, dtype=bool)
-    quarantined = list(quarantine(shard, prepared.rejections))
-    rejected[[r.user for r in prepared.rejections]] = True
-    exact = np.zeros(num, dtype=bool)
-    returned = np.zeros(num, dtype=np.int32)
-    legal_mass = np.full(num, np.nan, dtype=np.float32)
-    rows = np.zeros(num, dtype=np.int64)
-    rows_naive = np.zeros(num, dtype=np.int64)
-    widths = np.zeros(num, dtype=np.int64)
-    reused = np.zeros(num, dtype=np.int64)
-    parts: list[tuple[Ints, Ranked]] = []
+    lists = _Lists(shard, prepared, catalog, task)
     engine_seconds = time.perf_counter() - started
-    for pack in prepared.packs:
-        started = time.perf_counter()
-        result = engine.run(prepared, pack)
-        engine_seconds += time.perf_counter() - started
-        excluded = shard.users.excluded
+    ranking: Future[None] | None = None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rank") as ranker:
+        for pack in prepared.packs:
+            started = time.perf_counter()
+            result = engine.run(prepared, pack)
+            engine_seconds += time.perf_counter() - started
+            if ranking is not None:
+                ranking.result()
+            ranking = ranker.submit(lists.add, pack, result)
+            progress(len(pack))
+        if ranking is not None:
+            ranking.result()
+    progress(shard.users.num_users - sum(len(pack) for pack in prepared.packs))
+    return lists.scores(engine_seconds)
+
+
+class _Lists:
+    """What the packs of a shard came to, back in the order of its users."""
+
+    def __init__(
+        self, shard: ShardInput, prepared: Prepared, catalog: Catalog, task: TaskSettings
+    ) -> None:
+        num = shard.users.num_users
+        self._shard, self._prepared, self._catalog, self._task = shard, prepared, catalog, task
+        self._parts: list[tuple[Ints, Ranked]] = []
+        self._quarantined = list(quarantine(shard, prepared.rejections))
+        self._rejected = np.zeros(num, dtype=bool)
+        self._rejected[[r.user for r in prepared.rejections]] = True
+        self._exact = np.zeros(num, dtype=bool)
+        self._returned = np.zeros(num, dtype=np.int32)
+        self._legal_mass = np.full(num, np.nan, dtype=np.float32)
+        self._rows = np.zeros(num, dtype=np.int64)
+        self._rows_naive = np.zeros(num, dtype=np.int64)
+        self._widths = np.zeros(num, dtype=np.int64)
+        self._reused = np.zeros(num, dtype=np.int64)
+
+    def add(self, pack: Ints, result: BatchResult) -> None:
+        """Rank the users of one pack."""
+        users = self._shard.users
         ranked = rank_batch(
             result,
-            catalog,
-            Ragged.empty(len(pack)) if excluded is None else excluded.take(pack),
-            k=shard.k[pack],
-            collisions=task.collisions,
-            quota=task.quota,
-            eligibility=shard.users.eligibility.take(pack) if shard.users.eligibility else None,
+            self._catalog,
+            Ragged.empty(len(pack)) if users.excluded is None else users.excluded.take(pack),
+            k=self._shard.k[pack],
+            collisions=self._task.collisions,
+            quota=self._task.quota,
+            eligibility=users.eligibility.take(pack) if users.eligibility else None,
         )
         failed = pack[result.failed]
-        rejected[failed] = True
-        quarantined += quarantine(shard, (Rejection(int(u), *_NOT_A_NUMBER) for u in failed))
-        exact[pack], returned[pack] = ranked.exact, ranked.returned
-        rows[pack], rows_naive[pack] = result.rows, result.rows_naive
-        reused[pack] = prepared.reused_tokens[pack]
+        self._rejected[failed] = True
+        rejections = [Rejection(int(u), *_NOT_A_NUMBER) for u in failed]
+        self._quarantined += quarantine(self._shard, rejections)
+        self._exact[pack], self._returned[pack] = ranked.exact, ranked.returned
+        self._rows[pack], self._rows_naive[pack] = result.rows, result.rows_naive
+        self._reused[pack] = self._prepared.reused_tokens[pack]
         if result.generated is not None:
-            legal_mass[pack] = result.generated.legal_mass
-            widths[pack] = result.generated.width
-        parts.append((pack, ranked))
-        progress(len(pack))
-    progress(num - sum(len(pack) for pack in prepared.packs))
+            self._legal_mass[pack] = result.generated.legal_mass
+            self._widths[pack] = result.generated.width
+        self._parts.append((pack, ranked))
 
-    user = _concat([pack[ranked.user] for pack, ranked in parts], np.int64)
-    order = np.argsort(
-        user, kind="stable"
-    )  # packs are by prompt length; back to the order of users
-    return ShardScores(
-        user=user[order],
-        rank=_concat([ranked.rank for _, ranked in parts], np.int32)[order],
-        item=_concat([ranked.item for _, ranked in parts], np.int64)[order],
-        score=_concat([ranked.score for _, ranked in parts], np.float32)[order],
-        source=_concat([ranked.source for _, ranked in parts], np.int64)[order],
-        labels=_label_scores([ranked for _, ranked in parts], order) if task.label else None,
-        exact=exact,
-        returned=returned,
-        legal_mass=legal_mass,
-        prompt_tokens=prepared.prompt_tokens,
-        reused_tokens=reused,
-        truncated_tokens=prepared.truncated_tokens,
-        rows=rows,
-        rows_naive=rows_naive,
-        rejected=rejected,
-        widths=widths,
-        quarantined=quarantined,
-        engine_seconds=engine_seconds,
-    )
+    def scores(self, engine_seconds: float) -> ShardScores:
+        """All packs together."""
+        parts = self._parts
+        user = _concat([pack[ranked.user] for pack, ranked in parts], np.int64)
+        order = np.argsort(user, kind="stable")  # packs are by prompt length
+
+        def joined(name: str, dtype: type) -> NDArray[Any]:
+            return _concat([getattr(ranked, name) for _, ranked in parts], dtype)[order]
+
+        return ShardScores(
+            user=user[order],
+            rank=joined("rank", np.int32),
+            item=joined("item", np.int64),
+            score=joined("score", np.float32),
+            source=joined("source", np.int64),
+            labels=_label_scores([r for _, r in parts], order) if self._task.label else None,
+            exact=self._exact,
+            returned=self._returned,
+            legal_mass=self._legal_mass,
+            prompt_tokens=self._prepared.prompt_tokens,
+            reused_tokens=self._reused,
+            truncated_tokens=self._prepared.truncated_tokens,
+            rows=self._rows,
+            rows_naive=self._rows_naive,
+            rejected=self._rejected,
+            widths=self._widths,
+            quarantined=self._quarantined,
+            engine_seconds=engine_seconds,
+        )
 
 
 _NOT_A_NUMBER = ("score_not_finite", "the model gave NaN or -inf for this user")
@@ -130,9 +162,7 @@ def _label_scores(parts: list[Ranked], order: Ints) -> NDArray[np.float32]:
     return np.empty((0, 0), dtype=np.float32) if joined is None else joined[order]
 
 
-def quarantine(
-    shard: ShardInput, rejections: Iterator[Rejection] | list[Rejection]
-) -> Iterator[QuarantinedRow]:
+def quarantine(shard: ShardInput, rejections: list[Rejection]) -> Iterator[QuarantinedRow]:
     """Rows for the quarantine of users that the engine could not take."""
     for rejection in rejections:
         yield QuarantinedRow(

@@ -60,7 +60,8 @@ def token_tree_attention(
     rows = tree_pass.num_rows
     q = query[0].transpose(0, 1)[:rows]  # [T, H*G, D]
     k, v = (x[0].transpose(0, 1)[:rows] for x in (key, value))  # [T, H, D]
-    q = q * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    q = q if scaling == 1.0 else q * scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     match tree_pass:
         case PrefixPass():
@@ -69,8 +70,9 @@ def token_tree_attention(
             out = _prompt_layer(tree_pass, layer, q, k, v)
         case NodePass():
             out = _node_layer(tree_pass, layer, q, k, v)
-    padding = query.shape[2] - rows
-    return functional.pad(out, (0, 0, 0, 0, 0, padding))[None], None
+    if padding := query.shape[2] - rows:
+        out = functional.pad(out, (0, 0, 0, 0, 0, padding))
+    return out[None], None
 
 
 AttentionInterface.register(ATTENTION_NAME, token_tree_attention)
@@ -135,17 +137,17 @@ def _causal_mask(length: int, before: int, device: torch.device) -> Tensor:
 def _node_layer(the_pass: NodePass, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     the_pass.context.keep_nodes(layer, the_pass.stored, k, v)
     q = q.view(len(q), k.shape[1], -1, q.shape[-1])  # [n, H, G, D]
-    out = torch.empty_like(q)
-    for block in the_pass.blocks:
-        out[block.rows] = _block_layer(the_pass, block, layer, q[block.rows])
-    return out.flatten(1, 2)
+    out = [_block_layer(the_pass, block, layer, q[block.rows]) for block in the_pass.blocks]
+    return (out[0] if len(out) == 1 else torch.cat(out)).flatten(1, 2)
 
 
 def _block_layer(the_pass: NodePass, block: Block, layer: int, q: Tensor) -> Tensor:
     """One layer's attention of the nodes of some prompts `[m, H, G, D]`."""
     context, prefix = the_pass.context, the_pass.context.prefix
-    heads, (ancestors, real) = q.shape[1], (t[block.rows] for t in _table(the_pass))
-    own = _ancestor_scores(q, context.node_keys[layer], ancestors, real)
+    heads, ancestors = q.shape[1], the_pass.ancestors[block.rows]
+    own = _ancestor_scores(
+        q, context.node_keys[layer], ancestors, the_pass.is_ancestor[block.rows]
+    )
     num_ancestors = own.shape[-1]
     if prefix.length:
         own = torch.cat([own, _prefix_scores(q, prefix, layer)], dim=-1)
@@ -173,10 +175,6 @@ def _block_layer(the_pass: NodePass, block: Block, layer: int, q: Tensor) -> Ten
     if prefix.length:
         packed += _prefix_values(weights[..., num_ancestors:], prefix, layer)
     return packed
-
-
-def _table(the_pass: NodePass) -> tuple[Tensor, Tensor]:
-    return the_pass.ancestors, the_pass.is_ancestor
 
 
 def _behind(block: Block, lengths: Tensor, heads: int) -> Tensor | None:

@@ -96,14 +96,18 @@ def run_tables(tables: Tables, engine: dict[str, Any], shard_users: int) -> dict
     with tempfile.TemporaryDirectory(prefix="nightshelf-bench-") as folder:
         config = write_tables(Path(folder), tables, engine, shard_users)
         command = [sys.executable, "-m", "jobs", "run", str(config), "--output", "json"]
-        with (Path(folder) / "stdout").open("w+") as out:
-            process = subprocess.Popen(command, cwd=_ROOT, stdout=out, stderr=subprocess.DEVNULL)
+        with (
+            (Path(folder) / "stdout").open("w+") as out,
+            (Path(folder) / "stderr").open("w+") as err,
+        ):
+            process = subprocess.Popen(command, cwd=_ROOT, stdout=out, stderr=err)
             _, status, usage = os.wait4(process.pid, 0)  # the usage of this child alone
             process.returncode = os.waitstatus_to_exitcode(status)
             out.seek(0)
-            said = out.read().strip()
+            err.seek(0)
+            said, why = out.read().strip(), err.read().strip()
     if process.returncode:
-        raise RuntimeError(f"nightshelf run ended with {process.returncode}: {said}")
+        raise RuntimeError(f"nightshelf run ended with {process.returncode}: {said or why}")
     summary = json.loads(said.splitlines()[-1])
     kib = usage.ru_maxrss / (1024 if sys.platform == "darwin" else 1)
     figures = ("seconds", "engine_seconds", "users_per_s", "rows_forwarded")

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from jobs.bench_cli import BENCH_CONTEXT, bench
 from jobs.catalog_cli import catalog
 from jobs.inspect import all_runs, run_status, show_user
 from jobs.launch_local import LocalLauncher
@@ -19,6 +20,8 @@ from jobs.options import (
     ConfigArg,
     DebugOption,
     DsOption,
+    LogFormat,
+    LogFormatOption,
     Output,
     OutputOption,
     SetOption,
@@ -28,6 +31,8 @@ from jobs.options import (
 from jobs.printing import print_plan, print_runs, print_summary, print_user
 from jobs.progress import open_progress
 from jobs.run import plan_path, run_job
+from jobs.steps_cli import steps
+from jobs.upkeep_cli import upkeep
 from pipelines import files
 from pipelines.plan import plan_run
 from schemas.config_file import load_config
@@ -66,6 +71,7 @@ def run(
     ds: DsOption = None,
     set_: SetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; score nothing.")] = False,
+    log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
@@ -76,7 +82,7 @@ def run(
         if dry_run:
             print_plan(plan_run(settings), output)
             return
-        with open_progress(stderr()) as progress:
+        with open_progress(stderr(), log_format) as progress:
             manifest = run_job(settings, LocalLauncher(), progress)
         print_summary(manifest, output)
 
@@ -142,6 +148,11 @@ def show(
 def schema() -> None:
     """Print the JSON Schema of a configuration, for editors."""
     typer.echo(json.dumps(json_schema(), indent=1))
+
+
+app.registered_commands += steps.registered_commands
+app.registered_commands += upkeep.registered_commands
+app.command(context_settings=BENCH_CONTEXT)(bench)
 
 
 def main() -> NoReturn:

@@ -23,6 +23,16 @@ class Output(StrEnum):
     json = "json"
 
 
+class LogFormat(StrEnum):
+    """Form of what is said on stderr while a run works."""
+
+    text = "text"
+    json = "json"
+
+
+LogFormatOption = Annotated[
+    LogFormat, typer.Option("--log-format", help="json: one JSON object per line on stderr.")
+]
 ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 DsOption = Annotated[
     str | None,

@@ -4,6 +4,8 @@ stderr.
 
 from __future__ import annotations
 
+import datetime as dt
+import json
 import time
 
 from rich.console import Console
@@ -18,6 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from jobs.options import LogFormat
 
 _LINE_EVERY_S = 5.0
 
@@ -106,6 +110,9 @@ class LineProgress:
         self._said = now
         rate = self._done / (now - self._started)
         left = (self._total - self._done) / rate if rate > 0 else 0.0
+        self._report(rate, left)
+
+    def _report(self, rate: float, left: float) -> None:
         self._say(f"score {self._done}/{self._total} users, {rate:,.0f} users/s, ETA {left:,.0f} s")
 
     def note(self, message: str) -> None:
@@ -116,6 +123,36 @@ class LineProgress:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def open_progress(console: Console) -> TerminalProgress | LineProgress:
-    """A bar on a terminal, lines elsewhere."""
+class JsonProgress(LineProgress):
+    """The same as JSON objects, one per line: `ts`, `event`, and what belongs to it."""
+
+    def step(self, name: str) -> None:
+        """A step of the run begins."""
+        self._log("step", step=name)
+
+    def note(self, message: str) -> None:
+        """Something a person should know."""
+        self._log("note", message=message)
+
+    def _report(self, rate: float, left: float) -> None:
+        self._log(
+            "progress",
+            users_done=self._done,
+            users=self._total,
+            users_per_s=round(rate, 2),
+            eta_s=round(left, 1),
+        )
+
+    def _log(self, event: str, **fields: object) -> None:
+        ts = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+        self._say(json.dumps({"ts": ts, "event": event, **fields}))
+
+
+AnyProgress = TerminalProgress | LineProgress
+
+
+def open_progress(console: Console, log_format: LogFormat = LogFormat.text) -> AnyProgress:
+    """A bar on a terminal, lines elsewhere; JSON lines where they are asked for."""
+    if log_format is LogFormat.json:
+        return JsonProgress(console)
     return TerminalProgress(console) if console.is_terminal else LineProgress(console)

@@ -16,7 +16,8 @@ from filelock import FileLock, Timeout
 from pipelines import files
 from pipelines.audit import audit_run
 from pipelines.plan import plan_run
-from pipelines.prepare import prepare_run, shards_of
+from pipelines.prepare import is_prepared, prepare_run, shards_of
+from pipelines.profile import published_marker
 from pipelines.publish import publish_run
 from pipelines.publish.parquet import record_path
 from pipelines.run_shard import load_receipt
@@ -75,19 +76,28 @@ def run_job(config: RunConfig, launcher: Launcher, progress: Progress) -> RunMan
         ShardFailedError, RunError: some shards failed; the same command continues the run.
         AuditRefusedError: a gate refused; nothing was published.
     """
-    clock = _Clock()
+    clock = Clock()
     progress.step("plan")
     plan = plan_run(config)
-    with _only_run_of(plan):
-        return _run(plan, launcher, progress, clock)
+    with only_run_of(plan):
+        prepare_step(plan, progress)
+        score_step(plan, launcher, progress, clock)
+        audit_step(plan, progress, clock)
+        return publish_step(plan, progress, clock)
 
 
-@contextmanager
-def _only_run_of(plan: RunPlan) -> Iterator[None]:
-    """Hold the lock of the partition; it goes with the process that holds it, however that ends."""
+def lock_path(plan: RunPlan) -> str:
+    """The lock of a partition's runs; its folder is made."""
     path = files.local_path(f"{record_path(plan)}.lock")
     assert path is not None, "the work folder is local: the plan checked it"
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextmanager
+def only_run_of(plan: RunPlan) -> Iterator[None]:
+    """Hold the lock of the partition; it goes with the process that holds it, however that ends."""
+    path = lock_path(plan)
     try:
         with FileLock(path, timeout=0):
             yield
@@ -100,12 +110,23 @@ def _only_run_of(plan: RunPlan) -> Iterator[None]:
         ) from None
 
 
-def _run(plan: RunPlan, launcher: Launcher, progress: Progress, clock: _Clock) -> RunManifest:
+def prepare_step(plan: RunPlan, progress: Progress) -> None:
+    """Write the plan, the catalog and the shards; what is there already is kept."""
     files.write_json(plan_path(plan.run_dir), plan.model_dump(mode="json"))
     progress.step("prepare")
-    shards = prepare_run(plan)
-    done = {shard.index: load_receipt(plan, shard) for shard in shards}
-    todo = [shard for shard in shards if done[shard.index] is None]
+    prepare_run(plan)
+
+
+def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clock) -> None:
+    """Get every shard of a prepared run a receipt.
+
+    Raises:
+        RunError: the run is not prepared, or some shards failed.
+    """
+    if not is_prepared(plan):
+        raise RunError("the run is not prepared", where=plan.run_dir, do="Prepare it first.")
+    shards = shards_of(plan)
+    todo = [shard for shard in shards if load_receipt(plan, shard) is None]
     if len(todo) < len(shards):
         progress.note(f"{len(shards) - len(todo)} of {len(shards)} shards are done already")
     failed: dict[int, str] = {}
@@ -116,31 +137,89 @@ def _run(plan: RunPlan, launcher: Launcher, progress: Progress, clock: _Clock) -
     missing = {s.index for s in shards} - {r.shard for r in receipts}
     for index in missing - failed.keys():
         failed[index] = "the shard left no receipt"
-    if failed:
-        _write_manifest(plan, clock, "failed", receipts, failed=failed)
-        first = min(failed)
-        raise RunError(
-            f"{len(failed)} of {len(shards)} shards failed",
-            got=f"shard-{first:05d}: {failed[first]}",
-            where=f"run {plan.run_id}",
-            do="Nothing was published. Run the same command again: finished shards are kept.",
-        )
+    if not failed:
+        return
+    _write_manifest(plan, clock, "failed", receipts, failed=failed)
+    first = min(failed)
+    raise RunError(
+        f"{len(failed)} of {len(shards)} shards failed",
+        got=f"shard-{first:05d}: {failed[first]}",
+        where=f"run {plan.run_id}",
+        do="Nothing was published. Run the same command again: finished shards are kept.",
+    )
+
+
+def audit_step(plan: RunPlan, progress: Progress, clock: Clock) -> AuditReport:
+    """Apply the gates to a run whose shards are done, and keep the report.
+
+    Raises:
+        RunError: shards are missing.
+        AuditRefusedError: a gate refused.
+    """
     progress.step("audit")
+    receipts = _all_receipts(plan)
     audit = audit_run(plan, receipts)
+    files.write_json(_audit_path(plan), audit.model_dump(mode="json"))
     if audit.refused:
         _write_manifest(plan, clock, "refused", receipts, audit=audit)
-        reasons = "; ".join(
-            f"{g.gate} is {g.value:g}, allowed {g.allowed} ({g.detail})" for g in audit.refused
-        )
         raise AuditRefusedError(
             "the audit refused to publish",
-            got=reasons,
+            got="; ".join(gate.words() for gate in audit.refused),
             where=f"run {plan.run_id}, {plan.run_dir}",
             do="What was published before is unchanged.",
         )
+    for gate in audit.warned:
+        progress.note(f"audit: {gate.words()}")
+    return audit
+
+
+def publish_step(plan: RunPlan, progress: Progress, clock: Clock) -> RunManifest:
+    """Publish a run that its audit let pass.
+
+    Raises:
+        RunError: shards are missing, or the audit has not seen these.
+        AuditRefusedError: it refused them.
+    """
+    receipts = _all_receipts(plan)
+    audit = _passed_audit(plan, receipts)
     progress.step("publish")
     published = publish_run(plan, receipts)
+    record = {"ds": plan.ds, "surface": plan.surface, "published_at": time.time()}
+    files.write_json(published_marker(plan.run_dir), record)
     return _write_manifest(plan, clock, "published", receipts, audit=audit, published=published)
+
+
+def _all_receipts(plan: RunPlan) -> list[ShardReceipt]:
+    receipts = receipts_of(plan)
+    if len(receipts) < plan.num_shards:
+        raise RunError(
+            "not every shard is scored",
+            got=f"{len(receipts)} of {plan.num_shards}",
+            where=f"run {plan.run_id}, {plan.run_dir}",
+            do="Score it first: finished shards are kept.",
+        )
+    return receipts
+
+
+def _audit_path(plan: RunPlan) -> str:
+    return files.join(plan.run_dir, "audit.json")
+
+
+def _passed_audit(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
+    """The audit of exactly these receipts."""
+    path = _audit_path(plan)
+    audit = AuditReport.model_validate(files.read_json(path)) if files.exists(path) else None
+    if audit is None or audit.attempts != {r.shard: r.attempt for r in receipts}:
+        raise RunError(
+            "the run has not been audited as it is now", where=plan.run_dir, do="Audit it first."
+        )
+    if audit.refused:
+        raise AuditRefusedError(
+            "the audit refused to publish",
+            got="; ".join(gate.words() for gate in audit.refused),
+            where=f"run {plan.run_id}, {plan.run_dir}",
+        )
+    return audit
 
 
 def receipts_of(plan: RunPlan) -> list[ShardReceipt]:
@@ -157,19 +236,22 @@ def load_plan(run_dir: str) -> RunPlan:
     return RunPlan.model_validate(files.read_json(path))
 
 
-class _Clock:
+class Clock:
+    """When a command started, and for how long it has run."""
+
     def __init__(self) -> None:
         self.started_at = dt.datetime.now(dt.UTC)
         self._started = time.perf_counter()
 
     @property
     def seconds(self) -> float:
+        """Seconds since the start."""
         return time.perf_counter() - self._started
 
 
 def _write_manifest(
     plan: RunPlan,
-    clock: _Clock,
+    clock: Clock,
     status: str,
     receipts: list[ShardReceipt],
     *,

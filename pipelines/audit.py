@@ -1,4 +1,5 @@
-"""Audit a finished run before anything is published. A gate that does not pass refuses the run.
+"""Audit a finished run before anything is published. A gate that does not pass refuses the run, or
+warns where `audit.warn` names it.
 
 The staged files are read back from disk, so that what is checked is what would be published.
 """
@@ -8,54 +9,66 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from pipelines import files
-from pipelines.catalog import Catalog
-from pipelines.eligibility import eligible_items
-from pipelines.items import open_items
-from pipelines.prepare import shards_of
-from pipelines.read import eligibility_columns
-from schemas.runs import AuditReport, Counts, GateResult, RunPlan, Shard, ShardReceipt
-from schemas.tables import EXCLUDED_LIST
+from pipelines.audit_rows import RowGates
+from pipelines.profile import ProfileBuilder, RunProfile, last_published, overlap, score_drift
+from schemas.runs import AuditReport, Counts, GateResult, RunPlan, ShardReceipt
+
+_FEW = 0.05  # share of users whose lists may be shorter than `rows_p5` says
 
 
 def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
     """Apply every gate to the staged rows of a run that has all its receipts."""
     counts = Counts.total(receipt.counts for receipt in receipts)
+    settings = plan.config.audit
     gates = [
         _conservation(plan, counts, receipts),
         _staged_files(plan, receipts),
-        *(_embedding_gates if plan.config.task.embed else _row_gates)(plan, receipts),
-        _at_least(
+        *(_embedding_gates if plan.config.task.embed else _list_gates)(plan, receipts, counts),
+        threshold(
             "coverage",
             (counts.users_recommended + counts.users_embedded) / max(counts.users_in, 1),
-            plan.config.audit.min_coverage,
             "share of users with a result",
+            least=settings.min_coverage,
         ),
-        _at_most(
+        threshold(
             "quarantine_rate",
             counts.users_quarantined / max(counts.users_in, 1),
-            plan.config.audit.max_quarantine_rate,
             "share of users quarantined",
+            most=settings.max_quarantine_rate,
         ),
     ]
-    return AuditReport(run_id=plan.run_id, gates=tuple(gates))
+    warn = set(settings.warn)
+    acted = (
+        gate.model_copy(update={"action": "warn" if gate.gate in warn else "refuse"})
+        for gate in gates
+    )
+    attempts = {receipt.shard: receipt.attempt for receipt in receipts}
+    return AuditReport(run_id=plan.run_id, attempts=attempts, gates=tuple(acted))
 
 
-def _gate(name: str, bad: int, detail: str) -> GateResult:
+def count(name: str, bad: int, detail: str) -> GateResult:
+    """A gate that allows nothing."""
     return GateResult(gate=name, passed=bad == 0, value=float(bad), allowed="0", detail=detail)
 
 
-def _at_least(name: str, value: float, limit: float, detail: str) -> GateResult:
-    return GateResult(
-        gate=name, passed=value >= limit, value=value, allowed=f">= {limit}", detail=detail
-    )
-
-
-def _at_most(name: str, value: float, limit: float, detail: str) -> GateResult:
-    return GateResult(
-        gate=name, passed=value <= limit, value=value, allowed=f"<= {limit}", detail=detail
-    )
+def threshold(
+    name: str,
+    value: float | None,
+    detail: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+) -> GateResult:
+    """A gate with a limit; without one, or without a value, it only reports."""
+    allowed, passed = "any", True
+    if least is not None:
+        allowed, passed = f">= {least:g}", value is None or value >= least
+    if most is not None:
+        allowed, passed = f"<= {most:g}", value is None or value <= most
+    return GateResult(gate=name, passed=passed, value=value, allowed=allowed, detail=detail)
 
 
 def _conservation(plan: RunPlan, counts: Counts, receipts: list[ShardReceipt]) -> GateResult:
@@ -66,7 +79,7 @@ def _conservation(plan: RunPlan, counts: Counts, receipts: list[ShardReceipt]) -
         problems.append(f"users in shards {counts.users_in} != rows of the users table {listed}")
     if sorted(receipt.shard for receipt in receipts) != list(range(plan.num_shards)):
         problems.append("the receipts are not one per shard")
-    return _gate("conservation", len(problems), "; ".join(problems))
+    return count("conservation", len(problems), "; ".join(problems))
 
 
 def _staged_files(plan: RunPlan, receipts: list[ShardReceipt]) -> GateResult:
@@ -77,51 +90,93 @@ def _staged_files(plan: RunPlan, receipts: list[ShardReceipt]) -> GateResult:
         for file in receipt.files.values()
         if files.hash_file(files.join(plan.run_dir, file.path)) != file.xxh3
     ]
-    return _gate("staged_files", len(bad), ", ".join(bad[:3]))
+    return count("staged_files", len(bad), ", ".join(bad[:3]))
 
 
-def _row_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateResult]:
-    """Checks on the rows. A user is in one shard, so that each shard is checked on its own."""
-    catalog = open_items(plan)
-    assert catalog is not None, "recommendations need a catalog"
-    items = pl.Series("item_id", pl.from_arrow(catalog.item_ids))
-    shards = shards_of(plan)
-    details = {
-        "duplicates": "a user has an item more than once",
-        "ranks": "ranks are not 1, 2, 3, … per user",
-        "scores": "a score is NaN, infinite, above 0, or above the one before it",
-        "catalog_validity": "an item is not in the catalog",
-        "excluded_items": "a user got an item that is excluded for it",
-        "ineligible_items": "a user got an item that task.eligibility does not allow it",
-        "rows": "rows differ from the receipts",
-    }
-    bad = dict.fromkeys(details, 0)
+def _list_gates(plan: RunPlan, receipts: list[ShardReceipt], counts: Counts) -> list[GateResult]:
+    """Gates on the recommendations; every staged file is read once."""
+    rows, builder = RowGates(plan), ProfileBuilder(plan, counts)
+    lengths = np.zeros(plan.config.task.k + 1, dtype=np.int64)
     for receipt in receipts:
-        staged = receipt.files["recommendations"]
-        rows = pl.read_parquet(files.join(plan.run_dir, staged.path))
-        shard = pl.read_parquet(shards[receipt.shard].path, columns=["user_id", EXCLUDED_LIST])
-        excluded = (
-            shard.explode(EXCLUDED_LIST).drop_nulls().rename({EXCLUDED_LIST: "item_id"}).unique()
-        )
-        bad["rows"] += abs(len(rows) - receipt.counts.rows_staged)
-        bad["duplicates"] += len(rows) - rows.select("user_id", "item_id").n_unique()
-        bad["ranks"] += rows.filter(
-            pl.col("rank") != pl.int_range(1, pl.len() + 1).over("user_id")
-        ).height
-        above = pl.col("score").shift(1).over("user_id")
-        bad["scores"] += rows.filter(
-            pl.col("score").is_nan()
-            | pl.col("score").is_infinite()
-            | (pl.col("score") > 0)
-            | (pl.col("score") > above).fill_null(value=False)
-        ).height
-        bad["catalog_validity"] += rows.filter(~pl.col("item_id").is_in(items.implode())).height
-        bad["ineligible_items"] += _ineligible(plan, shards[receipt.shard], rows, catalog)
-        bad["excluded_items"] += rows.join(excluded, on=["user_id", "item_id"], how="semi").height
-    return [_gate(name, count, details[name]) for name, count in bad.items()]
+        frame = pl.read_parquet(files.join(plan.run_dir, receipt.result.path))
+        rows.add(receipt, frame)
+        builder.add(frame)
+        outcomes = files.join(plan.run_dir, receipt.files["outcomes"].path)
+        returned = pl.read_parquet(outcomes, columns=["returned"])["returned"].to_numpy()
+        lengths += np.bincount(returned, minlength=len(lengths))
+    sample = builder.save(plan)
+    bad = [count(name, found, detail) for name, (found, detail) in rows.counts.items()]
+    return [
+        *bad,
+        *_length_gates(plan, lengths),
+        *_quality_gates(plan, receipts, counts),
+        *_change_gates(plan, builder.profile, sample),
+    ]
 
 
-def _embedding_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateResult]:
+def _length_gates(plan: RunPlan, lengths: NDArray[np.int64]) -> list[GateResult]:
+    """`lengths[n]`: users with n items; those without any are the coverage's concern."""
+    settings = plan.config.audit
+    users = lengths[1:].cumsum()
+    shortest = p5 = None
+    if users[-1]:
+        shortest = float(np.searchsorted(users, 1) + 1)
+        p5 = float(np.searchsorted(users, _FEW * users[-1], side="right") + 1)
+    at_p5 = "items of the list at the 5th percentile"
+    return [
+        threshold("rows_min", shortest, "items of the shortest list", least=settings.min_rows),
+        threshold("rows_p5", p5, at_p5, least=settings.min_rows_p5),
+    ]
+
+
+def _quality_gates(plan: RunPlan, receipts: list[ShardReceipt], counts: Counts) -> list[GateResult]:
+    """What the engine says of its own lists."""
+    settings, task = plan.config.audit, plan.config.task
+    if task.generate is None:
+        return []
+    exact = counts.users_exact / max(counts.users_recommended, 1)
+    detail = "share of lists proven exact"
+    gates = [threshold("exact_share", exact, detail, least=settings.min_exact_share)]
+    if task.score_norm == "full_vocab":
+        users = counts.users_recommended + counts.users_without_eligible
+        mass = sum(receipt.legal_mass_sum for receipt in receipts) / max(users, 1)
+        detail = "mean probability that the first token stays in the catalog"
+        gates.append(threshold("legal_mass", mass, detail, least=settings.min_legal_mass))
+    return gates
+
+
+def _change_gates(plan: RunPlan, profile: RunProfile, sample: pl.DataFrame) -> list[GateResult]:
+    """What changed since the surface was last published."""
+    settings = plan.config.audit
+    before = last_published(plan)
+    drift = common = change = None
+    against = "nothing was published before"
+    over = ""
+    if before is not None:
+        then, rows = before
+        against = f"against run {then.run_id}"
+        drift = score_drift(rows["score"], sample["score"])
+        if rows.schema["user_id"] == sample.schema["user_id"]:
+            common, users = overlap(rows, sample)
+            over = f", over {users} users"
+        change = abs(profile.rows / then.rows - 1) if then.rows else None
+    return [
+        threshold(
+            "score_drift", drift, f"PSI of the scores, {against}", most=settings.max_score_drift
+        ),
+        threshold(
+            "overlap", common, f"mean overlap of lists, {against}{over}", least=settings.min_overlap
+        ),
+        threshold(
+            "row_change", change, f"change of the number of rows, {against}",
+            most=settings.max_row_change,
+        ),
+    ]  # fmt: skip
+
+
+def _embedding_gates(
+    plan: RunPlan, receipts: list[ShardReceipt], _counts: Counts
+) -> list[GateResult]:
     """Checks on embeddings, shard by shard."""
     details = {
         "duplicates": "a user stands more than once",
@@ -139,17 +194,4 @@ def _embedding_gates(plan: RunPlan, receipts: list[ShardReceipt]) -> list[GateRe
         bad["duplicates"] += len(table) - pc.count_distinct(table.column("user_id")).as_py()
         bad["vectors"] += int((~np.isfinite(column.flatten().to_numpy())).sum())
         bad["widths"] += int(column.type.list_size != width)
-    return [_gate(name, count, details[name]) for name, count in bad.items()]
-
-
-def _ineligible(plan: RunPlan, shard: Shard, rows: pl.DataFrame, catalog: Catalog) -> int:
-    """Rows whose item the user's segment may not get."""
-    rule = plan.config.task.eligible
-    if rule is None or rows.is_empty():
-        return 0
-    users = files.read_parquet(shard.path)
-    at = pc.index_in(rows["user_id"].to_arrow().cast(users["user_id"].type), users["user_id"])
-    item = catalog.positions(rows["item_id"].to_arrow().cast(catalog.item_ids.type))
-    allowed = eligible_items(rule, eligibility_columns(rule, users.take(at)), catalog.table)
-    known = np.flatnonzero(item >= 0)
-    return int((~allowed.of(known, item[known])).sum())
+    return [count(name, found, details[name]) for name, found in bad.items()]

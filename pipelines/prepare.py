@@ -65,6 +65,15 @@ def shards_of(plan: RunPlan) -> list[Shard]:
     ]
 
 
+def _done_path(plan: RunPlan) -> str:
+    return files.join(plan.run_dir, "shards", "_done")
+
+
+def is_prepared(plan: RunPlan) -> bool:
+    """Whether the run's shards are all there."""
+    return files.exists(_done_path(plan))
+
+
 def prepare_run(plan: RunPlan) -> list[Shard]:
     """Write the catalog, the candidate sets and the shard files; what is already there is kept.
 
@@ -75,7 +84,7 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
         paths = [file.path for file in plan.inputs["catalog"].files]
         read_items(plan.config, paths).save(catalog_dir(plan))
     shards = shards_of(plan)
-    marker = files.join(plan.run_dir, "shards", "_done")
+    marker = _done_path(plan)
     if files.exists(marker):
         return shards
     spill = Path(files.join(plan.run_dir, "spill"))

@@ -171,21 +171,33 @@ class GateResult(_Record):
 
     gate: str
     passed: bool
-    value: float
+    value: float | None  # None: there was nothing to measure
     allowed: str
     detail: str = ""
+    action: Literal["refuse", "warn"] = "refuse"  # what it does when it does not pass
+
+    def words(self) -> str:
+        """The gate in a sentence."""
+        value = "not known" if self.value is None else f"{self.value:g}"
+        return f"{self.gate} is {value}, allowed {self.allowed} ({self.detail})"
 
 
 class AuditReport(_Record):
     """All gates of a run."""
 
     run_id: str
+    attempts: dict[int, str] = Field(description="shard -> the attempt that was audited")
     gates: tuple[GateResult, ...]
 
     @property
     def refused(self) -> tuple[GateResult, ...]:
-        """Gates that did not pass."""
-        return tuple(gate for gate in self.gates if not gate.passed)
+        """Gates that did not pass and keep the run from being published."""
+        return tuple(g for g in self.gates if not g.passed and g.action == "refuse")
+
+    @property
+    def warned(self) -> tuple[GateResult, ...]:
+        """Gates that did not pass and only say so."""
+        return tuple(g for g in self.gates if not g.passed and g.action == "warn")
 
 
 class Published(_Record):
@@ -261,6 +273,7 @@ class RunManifest(_Record):
             "exact_share": _share(c.users_exact, c.users_recommended),
             "beam_widths": self._beam_widths(),
             "legal_mass": self._legal_mass(),
+            "audit_warnings": [gate.gate for gate in self.audit.warned] if self.audit else [],
             "published": self.published.partition if self.published else None,
             "run_dir": self.plan.run_dir,
             "shards": self.plan.num_shards,

@@ -22,6 +22,17 @@ CollisionPolicy = Literal["all", "most_popular", "first"]
 ItemName = Literal["sid", "text"]
 LengthNorm = Literal["sum", "mean"]
 Pooling = Literal["last", "mean"]
+LimitedGate = Literal[
+    "coverage",
+    "quarantine_rate",
+    "rows_min",
+    "rows_p5",
+    "exact_share",
+    "legal_mass",
+    "score_drift",
+    "overlap",
+    "row_change",
+]
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -271,10 +282,30 @@ class RunSettings(_Section):
 
 class AuditSettings(_Section):
     """Gates between scoring and publishing. Conservation, duplicates, catalog validity, excluded
-    items and scores are always checked and always refuse."""
+    items and scores are always checked and always refuse; the others have limits, and those that
+    `warn` names do not refuse."""
 
-    min_coverage: Share = Field(0.0, description="Least share of users that got a recommendation")
+    min_coverage: Share = Field(0.0, description="Least share of users that got a result")
     max_quarantine_rate: Share = Field(0.5, description="Largest share of users quarantined")
+    min_rows: Positive | None = Field(None, description="Fewest items of any list")
+    min_rows_p5: Positive | None = Field(
+        None, description="Fewest items of the list at the 5th percentile"
+    )
+    min_exact_share: Share | None = Field(None, description="Least share of lists proven exact")
+    min_legal_mass: Share | None = Field(
+        None, description="Least mean probability of the first token staying in the catalog"
+    )
+    max_score_drift: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="Largest PSI of the scores against the run published before; 0.25 is large",
+    )
+    min_overlap: Share | None = Field(
+        None, description="Least mean share of items that lists have in common with those before"
+    )
+    max_row_change: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Largest change of the number of rows: 0.1 is a tenth more or less"
+    )
+    warn: tuple[LimitedGate, ...] = Field((), description="Gates that only warn")
 
 
 def _known_ds(value: str | None) -> str | None:

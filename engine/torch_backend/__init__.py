@@ -15,6 +15,7 @@ from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets
 from engine.row_tiles import pad_rows
 from engine.torch_backend.context import PrefixKV, TorchContext
 from engine.torch_backend.head import Head
+from engine.torch_backend.lean import use_lean_layers
 from engine.torch_backend.memory import rows_that_fit
 from engine.torch_backend.model import (
     head_of,
@@ -191,6 +192,8 @@ class TorchBackend:
         vocab = self._facts.vocab_size
         tokens = np.asarray([(7 * i + 3) % vocab for i in range(6)], dtype=np.int64)
         want = reference_log_probs(self._model, self._put(tokens))[-1]
+        if self._facts.device.type == "cpu" and not self._independent:
+            use_lean_layers(self._body)  # after the library had its say
         prompts = PackedPrompts(
             token_ids=tokens[2:4],
             offsets=np.asarray([0, 2], dtype=np.int64),

@@ -3,7 +3,7 @@
 Matmuls stay as they are. Around them the library writes a float32 tensor for every step of a norm
 or a rotary embedding; here the steps of one block of rows are done in place while the block is in
 the cache. The formulas are the library's. What is replaced is replaced in the modules of one model,
-and only where it is known: a norm that gives what ours gives, and attention classes named below.
+and only where it is known: a norm that gives what ours gives, and the classes of the models below.
 float32 keeps the library's layers. The backend's probe compares the two at start-up.
 
 Legend: T rows, N heads, D head width.
@@ -21,7 +21,9 @@ from torch.nn import functional
 from engine.torch_backend.tree_attention import token_tree_attention
 
 _BLOCK = 256  # rows whose float32 copies stay in the cache
-_ATTENTION = {"Qwen3Attention", "Qwen2Attention", "LlamaAttention", "MistralAttention"}
+_MODELS = ("Qwen3", "Qwen2", "Llama", "Mistral")  # one decoder layer, but for biases and norms
+_ATTENTION = {f"{model}Attention" for model in _MODELS}
+_MLP = {f"{model}MLP" for model in _MODELS}
 _CLOSE = 0.02  # relative; bfloat16 keeps 8 bits
 
 
@@ -30,10 +32,11 @@ def use_lean_layers(model: nn.Module) -> None:
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm") and _is_plain(module):
-            lean: Any = partial(_norm, weight=module.weight, eps=_eps(module))
+            weight: Any = module.weight
+            lean: Any = partial(_norm, weight=weight, eps=_eps(module))
         elif name in _ATTENTION:
             lean = partial(_attention, module)
-        elif name.endswith("MLP") and isinstance(getattr(module, "act_fn", None), nn.SiLU):
+        elif name in _MLP and module.config.hidden_act == "silu":  # type: ignore[union-attr]
             lean = partial(_mlp, module)
         else:
             continue
@@ -98,7 +101,7 @@ def _attention(
 def _turned(x: Tensor, norm: Any, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads `[T, N, D]`, normed and rotated: `x * cos + (-x2, x1) * sin` for halves x1 and x2."""
     half = x.shape[-1] // 2
-    weight = None if norm is None else norm.weight.float()
+    weight: Any = None if norm is None else norm.weight.float()
     out = torch.empty_like(x)
     for begin in range(0, len(x), _BLOCK):
         at = slice(begin, begin + _BLOCK)

@@ -48,7 +48,7 @@ class PromptPass:
     @property
     def num_rows(self) -> int:
         """Tokens forwarded."""
-        return self.rows.stop - self.rows.start
+        return int(self.rows.stop - self.rows.start)
 
 
 @dataclass(frozen=True, slots=True)

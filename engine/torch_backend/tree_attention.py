@@ -145,9 +145,7 @@ def _block_layer(the_pass: NodePass, block: Block, layer: int, q: Tensor) -> Ten
     """One layer's attention of the nodes of some prompts `[m, H, G, D]`."""
     context, prefix = the_pass.context, the_pass.context.prefix
     heads, ancestors = q.shape[1], the_pass.ancestors[block.rows]
-    own = _ancestor_scores(
-        q, context.node_keys[layer], ancestors, the_pass.is_ancestor[block.rows]
-    )
+    own = _ancestor_scores(q, context.node_keys[layer], ancestors, the_pass.is_ancestor[block.rows])
     num_ancestors = own.shape[-1]
     if prefix.length:
         own = torch.cat([own, _prefix_scores(q, prefix, layer)], dim=-1)
@@ -226,7 +224,8 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _by_node(x: Tensor, num_nodes: int, group: int) -> Tensor:
     """What `_by_head` did, undone."""
-    return x[:, : num_nodes * group].unflatten(1, (num_nodes, group)).transpose(0, 1)
+    x = x[:, : num_nodes * group]
+    return x.reshape(len(x), num_nodes, group, x.shape[-1]).transpose(0, 1)
 
 
 def _weigh(weights: Tensor, values: Tensor) -> Tensor:

@@ -1,0 +1,197 @@
+"""The steps of a run, one command each, for schedulers that retry them one by one.
+
+A step takes the configuration, as `run` does, or the folder of a run that is planned already, so
+that a step cannot slip into another run when an input changes in between.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from jobs.launch_local import LocalLauncher
+from jobs.options import (
+    DebugOption,
+    DsOption,
+    LogFormat,
+    LogFormatOption,
+    Output,
+    OutputOption,
+    SetOption,
+    guard,
+    stderr,
+    stdout,
+)
+from jobs.printing import print_summary
+from jobs.progress import AnyProgress, open_progress
+from jobs.run import (
+    Clock,
+    audit_step,
+    load_plan,
+    only_run_of,
+    plan_path,
+    prepare_step,
+    publish_step,
+    receipts_of,
+    score_step,
+)
+from pipelines import files
+from pipelines.audit import audit_run
+from pipelines.plan import plan_run
+from schemas.config_file import load_config
+from schemas.errors import AuditRefusedError
+from schemas.runs import AuditReport, RunPlan
+
+steps = typer.Typer(no_args_is_help=True)
+
+TargetArg = Annotated[
+    str, typer.Argument(metavar="CONFIG|RUN_DIR", help="A YAML file, or one run's folder.")
+]
+RunIdOption = Annotated[
+    str | None,
+    typer.Option("--run-id", metavar="ID", help="A run of CONFIG's work folder, planned before."),
+]
+
+
+def the_plan(target: str, run_id: str | None, ds: str | None, set_: list[str] | None) -> RunPlan:
+    """The plan of a run folder, of a run id, or of a configuration as it is now."""
+    if files.exists(plan_path(target)):
+        return load_plan(target)
+    config = load_config(target, overrides=set_, ds=ds)
+    if run_id is not None:
+        return load_plan(files.join(config.run.work_dir, run_id))
+    return plan_run(config)
+
+
+def _step(
+    body: Callable[[AnyProgress], dict[str, object]],
+    log_format: LogFormat,
+    output: Output,
+    debug: bool,
+) -> None:
+    """Run a step and print what it came to."""
+
+    def work() -> None:
+        with open_progress(stderr(), log_format) as progress:
+            result = body(progress)
+        if output is Output.json:
+            typer.echo(json.dumps(result))
+        else:
+            stdout().print(", ".join(f"{k} {v}" for k, v in result.items()), highlight=False)
+
+    guard(work, output, debug)
+
+
+@steps.command()
+def prepare(
+    target: TargetArg,
+    run_id: RunIdOption = None,
+    ds: DsOption = None,
+    set_: SetOption = None,
+    log_format: LogFormatOption = LogFormat.text,
+    output: OutputOption = Output.text,
+    debug: DebugOption = False,
+) -> None:
+    """Plan a run and write its shards. Prints the run's id and folder."""
+
+    def body(progress: AnyProgress) -> dict[str, object]:
+        plan = the_plan(target, run_id, ds, set_)
+        with only_run_of(plan):
+            prepare_step(plan, progress)
+        return {
+            "run_id": plan.run_id,
+            "status": "prepared",
+            "shards": plan.num_shards,
+            "run_dir": plan.run_dir,
+        }
+
+    _step(body, log_format, output, debug)
+
+
+@steps.command()
+def score(
+    target: TargetArg,
+    run_id: RunIdOption = None,
+    ds: DsOption = None,
+    set_: SetOption = None,
+    log_format: LogFormatOption = LogFormat.text,
+    output: OutputOption = Output.text,
+    debug: DebugOption = False,
+) -> None:
+    """Score the shards of a prepared run that are not done yet."""
+
+    def body(progress: AnyProgress) -> dict[str, object]:
+        plan = the_plan(target, run_id, ds, set_)
+        with only_run_of(plan):
+            score_step(plan, LocalLauncher(), progress, Clock())
+        rows = sum(receipt.counts.rows_staged for receipt in receipts_of(plan))
+        return {"run_id": plan.run_id, "status": "scored", "rows": rows, "run_dir": plan.run_dir}
+
+    _step(body, log_format, output, debug)
+
+
+@steps.command()
+def audit(
+    target: TargetArg,
+    run_id: RunIdOption = None,
+    ds: DsOption = None,
+    set_: SetOption = None,
+    log_format: LogFormatOption = LogFormat.text,
+    output: OutputOption = Output.text,
+    debug: DebugOption = False,
+) -> None:
+    """Apply the audit's gates to a scored run, and show them all. Exit 6 when one refuses."""
+
+    def body() -> None:
+        plan = the_plan(target, run_id, ds, set_)
+        with only_run_of(plan), open_progress(stderr(), log_format) as progress:
+            try:
+                report = audit_step(plan, progress, Clock())
+            except AuditRefusedError:
+                _print_audit(audit_run(plan, receipts_of(plan)), output)
+                raise
+        _print_audit(report, output)
+
+    guard(body, output, debug)
+
+
+@steps.command()
+def publish(
+    target: TargetArg,
+    run_id: RunIdOption = None,
+    ds: DsOption = None,
+    set_: SetOption = None,
+    log_format: LogFormatOption = LogFormat.text,
+    output: OutputOption = Output.text,
+    debug: DebugOption = False,
+) -> None:
+    """Publish a run that its audit let pass."""
+
+    def body() -> None:
+        plan = the_plan(target, run_id, ds, set_)
+        with only_run_of(plan), open_progress(stderr(), log_format) as progress:
+            manifest = publish_step(plan, progress, Clock())
+        print_summary(manifest, output)
+
+    guard(body, output, debug)
+
+
+def _print_audit(report: AuditReport, output: Output) -> None:
+    if output is Output.json:
+        gates = [gate.model_dump(mode="json") for gate in report.gates]
+        status = "refused" if report.refused else "passed"
+        typer.echo(json.dumps({"run_id": report.run_id, "status": status, "gates": gates}))
+        return
+    table = Table(title=f"audit of run {report.run_id}", title_justify="left")
+    for column in ("gate", "value", "allowed", "", "what"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for gate in report.gates:
+        verdict = "passed" if gate.passed else gate.action
+        value = "-" if gate.value is None else f"{gate.value:,.4g}"
+        style = None if gate.passed else "yellow" if gate.action == "warn" else "red"
+        table.add_row(gate.gate, value, gate.allowed, verdict, gate.detail, style=style)
+    stdout().print(table)

@@ -1,0 +1,144 @@
+"""What a run's lists look like: a few numbers and a sample of users, kept when staged files go.
+
+The sample holds the users whose hashed id is below a threshold, so that two runs sample the same
+users, whatever else is in them, and their lists can be compared.
+
+Source of the population stability index: the sum over bins of (p - q) ln(p / q), p and q the shares
+of two populations in the deciles of the first (Siddiqi, Credit Risk Scorecards, 2006; above 0.25 is
+usually read as a shift).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import xxhash
+from pydantic import BaseModel, ConfigDict
+
+from pipelines import files
+from schemas.runs import Counts, RunPlan
+
+_USERS = 10_000  # in a sample
+_SEED = 42
+_BINS = 10
+_LEAST_SHARE = 1e-4  # of a bin, so that an empty one does not count as infinite
+
+
+class RunProfile(BaseModel):
+    """A run in a few numbers; its sample is in the file beside it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str
+    ds: str
+    surface: str
+    rows: int
+    users: int
+    below: int  # users whose hash is below are in the sample
+
+
+class ProfileBuilder:
+    """Collects the sample of a run, shard by shard."""
+
+    def __init__(self, plan: RunPlan, counts: Counts) -> None:
+        users = counts.users_recommended
+        below = (1 << 64) - 1 if users <= _USERS else (1 << 64) * _USERS // users
+        self.profile = RunProfile(
+            run_id=plan.run_id,
+            ds=plan.ds,
+            surface=plan.surface,
+            rows=counts.rows_staged,
+            users=users,
+            below=below,
+        )
+        self._frames: list[pl.DataFrame] = []
+
+    def add(self, rows: pl.DataFrame) -> None:
+        """Rows of one shard: `user_id, rank, item_id, score`."""
+        users = rows.filter(pl.col("rank") == 1)["user_id"]
+        kept = users.filter(pl.Series(_hashes(users) < self.profile.below, dtype=pl.Boolean))
+        chosen = rows.filter(pl.col("user_id").is_in(kept.implode()))
+        self._frames.append(chosen.select("user_id", "rank", "item_id", "score"))
+
+    def save(self, plan: RunPlan) -> pl.DataFrame:
+        """Write profile and sample into the run folder; the sample."""
+        sample = pl.concat(self._frames)
+        files.write_parquet(_sample_path(plan.run_dir), sample.to_arrow())
+        files.write_json(_profile_path(plan.run_dir), self.profile.model_dump(mode="json"))
+        return sample
+
+
+def _hashes(users: pl.Series) -> np.ndarray:
+    texts = users.cast(pl.String).to_list()
+    digests = (xxhash.xxh64_intdigest(text.encode(), seed=_SEED) for text in texts)
+    return np.fromiter(digests, dtype=np.uint64, count=len(texts))
+
+
+def _profile_path(run_dir: str) -> str:
+    return files.join(run_dir, "profile.json")
+
+
+def _sample_path(run_dir: str) -> str:
+    return files.join(run_dir, "profile.parquet")
+
+
+def published_marker(run_dir: str) -> str:
+    """The file that says a run was published, and when."""
+    return files.join(run_dir, "published.json")
+
+
+def last_published(plan: RunPlan) -> tuple[RunProfile, pl.DataFrame] | None:
+    """The latest other run of the surface that was published for this date or one before."""
+    found: list[tuple[str, float, str]] = []
+    for name in files.list_names(plan.config.run.work_dir):
+        run_dir = files.join(plan.config.run.work_dir, name)
+        marker = published_marker(run_dir)
+        if name == plan.run_id or not files.exists(marker):
+            continue
+        record = files.read_json(marker)
+        if record["surface"] == plan.surface and record["ds"] <= plan.ds:
+            found.append((record["ds"], record["published_at"], run_dir))
+    for *_, run_dir in sorted(found, reverse=True):
+        if files.exists(_profile_path(run_dir)) and files.exists(_sample_path(run_dir)):
+            profile = RunProfile.model_validate(files.read_json(_profile_path(run_dir)))
+            sample = pl.from_arrow(files.read_parquet(_sample_path(run_dir)))
+            assert isinstance(sample, pl.DataFrame), "a table is a frame"
+            return profile, sample
+    return None
+
+
+def score_drift(before: pl.Series, now: pl.Series) -> float:
+    """Population stability index of scores `now` against those `before`."""
+    if before.is_empty() or now.is_empty():
+        return 0.0
+    inner = np.quantile(before.to_numpy(), np.linspace(0, 1, _BINS + 1)[1:-1])
+    edges = np.unique(inner)
+
+    def shares(scores: pl.Series) -> np.ndarray:
+        at = np.searchsorted(edges, scores.to_numpy(), side="left")
+        counts = np.bincount(at, minlength=len(edges) + 1)
+        return np.maximum(counts / len(scores), _LEAST_SHARE)
+
+    p, q = shares(now), shares(before)
+    return float(((p - q) * np.log(p / q)).sum())
+
+
+def overlap(before: pl.DataFrame, now: pl.DataFrame) -> tuple[float, int]:
+    """Mean share of items that the lists of a user have in common, of the longer list's length;
+    and over how many users that both samples hold.
+    """
+    users = before.select("user_id").unique().join(now.select("user_id").unique(), on="user_id")
+    if users.is_empty():
+        return 1.0, 0
+    mine, theirs = (frame.join(users, on="user_id", how="semi") for frame in (now, before))
+    common = (
+        mine.join(theirs, on=["user_id", "item_id"], how="semi").group_by("user_id").len("both")
+    )
+    lengths = (
+        mine.group_by("user_id")
+        .len("now")
+        .join(theirs.group_by("user_id").len("before"), on="user_id")
+        .join(common, on="user_id", how="left")
+    )
+    share = pl.col("both").fill_null(0) / pl.max_horizontal("now", "before")
+    return float(lengths.select(share.mean()).item()), len(users)

@@ -1,0 +1,248 @@
+"""Audit gates over whole runs, the steps of a run one by one, backfills, and cleaning up."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from polars.testing import assert_frame_equal
+
+from tests.factories import write_config, write_inputs
+
+PARTITION = "out/ds=2026-11-28/surface=home"
+
+
+def gates_of(summary):
+    manifest = json.loads((Path(summary["run_dir"]) / "manifest.json").read_text())
+    return {gate["gate"]: gate for gate in manifest["audit"]["gates"]}
+
+
+# --- gates ----------------------------------------------------------------------------------------
+
+
+def test_gates_without_limits_report_what_they_measure(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, task={"k": 5, "generate": {"width": 8}})
+    gates = gates_of(nightshelf("run", config, "--output", "json").json)
+    assert gates["rows_min"]["value"] == gates["rows_p5"]["value"] == 5
+    assert 0 <= gates["exact_share"]["value"] <= 1
+    assert 0 <= gates["legal_mass"]["value"] <= 1
+    assert all(gate["passed"] for gate in gates.values())
+    for name in ("score_drift", "overlap", "row_change"):
+        assert gates[name]["value"] is None
+        assert "nothing was published before" in gates[name]["detail"]
+
+
+def test_a_run_is_held_against_the_one_published_before(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, task={"k": 5, "generate": {"width": 60}})
+    nightshelf("run", config, "--ds", "2026-11-26")
+    same = gates_of(nightshelf("run", config, "--ds", "2026-11-27", "--output", "json").json)
+    assert same["score_drift"]["value"] == pytest.approx(0)
+    assert same["overlap"]["value"] == 1
+    assert same["row_change"]["value"] == 0
+    other = ("--set", "engine.seed=9", "--set", "task.k=10", "--output", "json")
+    changed = gates_of(nightshelf("run", config, "--ds", "2026-11-28", *other).json)
+    assert changed["overlap"]["value"] < 0.5
+    assert changed["row_change"]["value"] == pytest.approx(1, abs=0.2)
+    assert "2026-11-27-home" in changed["overlap"]["detail"]
+    # A backfill of an earlier day is held against what was published before that day.
+    early = gates_of(nightshelf("run", config, "--ds", "2026-11-25", "--output", "json").json)
+    assert early["overlap"]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "gate"),
+    [
+        ({"min_rows": 6}, "rows_min"),
+        ({"min_rows_p5": 6}, "rows_p5"),
+        ({"min_exact_share": 1.0}, "exact_share"),
+        ({"min_legal_mass": 0.99}, "legal_mass"),
+        ({"max_score_drift": 0.0}, "score_drift"),
+        ({"min_overlap": 0.99}, "overlap"),
+        ({"max_row_change": 0.1}, "row_change"),
+        ({"min_coverage": 1.0}, "coverage"),
+        ({"max_quarantine_rate": 0.0}, "quarantine_rate"),
+    ],
+)
+def test_each_limit_refuses_or_warns(nightshelf, tmp_path, limit, gate):
+    tables = write_inputs(tmp_path)
+    first = write_config(tmp_path, task={"k": 8, "generate": {"width": 9}}, engine__seed=4)
+    nightshelf("run", first, "--ds", "2026-11-27")
+    users = tables["users"]
+    twice = pa.concat_tables([users, users.slice(0, 1)])  # one row for the quarantine
+    pq.write_table(twice, tmp_path / "users.parquet")
+    config = write_config(tmp_path, task={"k": 5, "generate": {"width": 2}}, audit=limit)
+    done = nightshelf("run", config, "--output", "json", check=6)
+    assert gate in done.json["error"]["message"]
+    assert not (tmp_path / PARTITION).exists()
+    warned = nightshelf("run", config, "--set", f"audit.warn=[{gate}]", "--output", "json")
+    assert warned.json["audit_warnings"] == [gate]
+    assert f"audit: {gate} is" in warned.err
+    assert gates_of(warned.json)[gate]["action"] == "warn"
+    assert (tmp_path / PARTITION / "_SUCCESS").exists()
+
+
+def test_a_gate_that_must_hold_cannot_be_made_to_warn(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, audit={"warn": ["conservation"]})
+    assert "audit.warn" in nightshelf("plan", config, check=2).err
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_steps_one_by_one_publish_what_a_run_does(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    nightshelf("run", config, "--set", f"output.path={tmp_path / 'whole'}")
+    want = pl.read_parquet(tmp_path / "whole/ds=2026-11-28/surface=home").drop("run_id")
+    prepared = nightshelf("prepare", config, "--output", "json").json
+    run = ("--run-id", prepared["run_id"], "--output", "json")
+    assert "not every shard is scored" in nightshelf("publish", config, *run, check=4).err
+    scored = nightshelf("score", config, *run).json
+    assert scored["rows"] == len(want)
+    assert "has not been audited" in nightshelf("publish", config, *run, check=4).err
+    audited = nightshelf("audit", prepared["run_dir"], "--output", "json").json
+    assert audited["status"] == "passed"
+    published = nightshelf("publish", config, *run).json
+    assert published["rows_published"] == len(want)
+    assert_frame_equal(pl.read_parquet(tmp_path / PARTITION).drop("run_id"), want)
+    for step in ("prepare", "score", "audit", "publish"):
+        nightshelf(step, prepared["run_dir"])  # each may be retried
+    assert_frame_equal(pl.read_parquet(tmp_path / PARTITION).drop("run_id"), want)
+
+
+def test_a_step_stays_in_its_run_when_the_input_changes(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    prepared = nightshelf("prepare", config, "--output", "json").json
+    write_inputs(tmp_path, seed=1)
+    scored = nightshelf("score", config, "--run-id", prepared["run_id"], "--output", "json").json
+    assert scored["run_id"] == prepared["run_id"]
+
+
+def test_a_refused_audit_shows_its_gates_and_publish_keeps_to_it(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, audit={"min_rows": 30})
+    prepared = nightshelf("prepare", config, "--output", "json").json
+    nightshelf("score", prepared["run_dir"])
+    done = nightshelf("audit", prepared["run_dir"], check=6)
+    assert "rows_min" in done.out
+    assert "refuse" in done.out
+    assert "rows_min is 5" in nightshelf("publish", prepared["run_dir"], check=6).err
+    assert not (tmp_path / PARTITION).exists()
+    assert nightshelf("status", prepared["run_dir"], "--output", "json").json["runs"][0][
+        "status"
+    ] == ("refused")
+
+
+def test_logs_may_be_json_lines(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    done = nightshelf("run", write_config(tmp_path), "--log-format", "json")
+    events = [json.loads(line) for line in done.err.splitlines()]
+    assert [e["step"] for e in events if e["event"] == "step"] == [
+        "plan", "prepare", "score", "audit", "publish",
+    ]  # fmt: skip
+    assert all("ts" in event for event in events)
+
+
+# --- backfill -------------------------------------------------------------------------------------
+
+
+def daily(folder, days):
+    tables = write_inputs(folder, num_users=8)
+    for day in days:
+        (folder / "users" / day).mkdir(parents=True)
+        pq.write_table(tables["users"], folder / "users" / day / "users.parquet")
+    config = write_config(folder)
+    text = config.read_text().replace("users: users.parquet", "users: users/{ds}/")
+    config.write_text(text.replace("ds: '2026-11-28'\n", ""))
+    return config
+
+
+def test_a_backfill_publishes_what_it_can_and_repairs_the_rest(nightshelf, tmp_path):
+    days = [f"2026-11-0{n}" for n in range(1, 6)]
+    config = daily(tmp_path, days)
+    poison = tmp_path / "users" / days[2] / "users.parquet"
+    good = poison.read_bytes()
+    poison.write_bytes(b"")
+    args = ("backfill", config, "--from", days[0], "--to", days[4], "--output", "json")
+    planned = nightshelf(*args, "--dry-run").json["days"]
+    assert [day["state"] for day in planned] == ["planned"] * 5
+    assert not (tmp_path / "out").exists()
+    done = nightshelf(*args, "--max-active", "2", check=4)
+    found = [json.loads(line) for line in done.out.splitlines()]
+    states = {day["ds"]: day for day in found[0]["days"]}
+    assert [states[d]["state"] for d in days] == [
+        "published", "published", "failed", "published", "published",
+    ]  # fmt: skip
+    assert states[days[2]]["exit_code"] == 3
+    assert "0 bytes" in states[days[2]]["message"]
+    assert days[2] in found[1]["error"]["message"]
+    published = {p.name: p.stat().st_mtime for p in (tmp_path / "out").glob("ds=*")}
+    assert sorted(published) == [f"ds={d}" for d in days if d != days[2]]
+    poison.write_bytes(good)
+    again = nightshelf(*args, "--reprocess", "failed").json["days"]
+    assert [day["state"] for day in again] == [
+        "skipped", "skipped", "published", "skipped", "skipped",
+    ]  # fmt: skip
+    left = nightshelf(*args).json["days"]
+    assert {day["state"] for day in left} == {"skipped"}
+
+
+def test_a_backfill_goes_backwards_when_asked_and_refuses_nonsense(nightshelf, tmp_path):
+    config = daily(tmp_path, ["2026-11-01", "2026-11-02"])
+    args = ("backfill", config, "--from", "2026-11-01", "--to", "2026-11-02", "--dry-run")
+    days = nightshelf(*args, "--backwards", "--output", "json").json["days"]
+    assert [day["ds"] for day in days] == ["2026-11-02", "2026-11-01"]
+    assert "planned" in nightshelf(*args).out
+    wrong = ("backfill", config, "--from", "2026-11-02", "--to", "2026-11-01")
+    assert "--to is before --from" in nightshelf(*wrong, check=2).err
+    assert (
+        "must be dates" in nightshelf("backfill", config, "--from", "x", "--to", "y", check=2).err
+    )
+    nightshelf(*args, "--reprocess", "maybe", check=2)
+
+
+# --- gc -------------------------------------------------------------------------------------------
+
+
+def age(run_dir):
+    """Nothing was written here for ten days."""
+    old = time.time() - 10 * 86400
+    for path in Path(run_dir).rglob("*"):
+        os.utime(path, (old, old))
+
+
+def test_gc_keeps_what_is_published_and_what_it_could_roll_back_to(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    runs = []
+    for seed in range(4):
+        done = nightshelf("run", config, "--set", f"engine.seed={seed}", "--output", "json").json
+        runs.append(Path(done["run_dir"]))
+    abandoned = nightshelf("prepare", config, "--set", "engine.seed=9", "--output", "json").json
+    for run in [*runs, abandoned["run_dir"]]:
+        age(run)
+    want = pl.read_parquet(tmp_path / PARTITION)
+    told = nightshelf("gc", config, "--dry-run", "--output", "json").json["removed"]
+    assert {r["run_id"] for r in told} == {runs[0].name, runs[1].name, abandoned["run_id"]}
+    assert all((run / "staged").exists() for run in runs)
+    nightshelf("gc", config, "--older-than-days", "30")
+    assert all((run / "staged").exists() for run in runs)
+    assert runs[0].name in nightshelf("gc", config).out
+    assert [(run / "staged").exists() for run in runs] == [False, False, True, True]
+    assert all((run / "manifest.json").exists() for run in runs)
+    assert_frame_equal(pl.read_parquet(tmp_path / PARTITION), want)
+    user = want["user_id"][0]
+    assert nightshelf("show", config, "--user", user, "--output", "json").json["items"]
+    nightshelf("run", config, "--set", "engine.seed=0")  # from the beginning, and right
+    again = nightshelf("gc", config, "--output", "json").json["removed"]
+    assert [r["run_id"] for r in again] == [runs[2].name], "two runs back now"

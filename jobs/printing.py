@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jobs.inspect import RunStatus, UserView
 from jobs.options import Output, stdout
+from pipelines.estimate import Estimate, estimate, table_bytes
 from pipelines.prepare import shards_of
 from pipelines.run_shard import load_receipt
 from schemas.runs import RunManifest, RunPlan
@@ -74,7 +75,7 @@ def print_plan(plan: RunPlan, output: Output) -> None:
     done = sum(load_receipt(plan, shard) is not None for shard in shards_of(plan))
     if output is Output.json:
         inputs = {
-            name: {"files": len(t.files), "rows": t.rows, "bytes": sum(f.bytes for f in t.files)}
+            name: {"files": len(t.files), "rows": t.rows, "bytes": table_bytes(t)}
             for name, t in plan.inputs.items()
         }
         found = {
@@ -85,6 +86,7 @@ def print_plan(plan: RunPlan, output: Output) -> None:
             "shards": plan.num_shards,
             "shards_done": done,
             "inputs": inputs,
+            "estimate": estimate(plan).model_dump(),
             "hashes": plan.hashes,
             "run_dir": plan.run_dir,
         }
@@ -99,7 +101,7 @@ def print_plan(plan: RunPlan, output: Output) -> None:
     ):
         table.add_column(column, justify=justify)  # type: ignore[arg-type]
     for name, found_table in plan.inputs.items():
-        size = sum(file.bytes for file in found_table.files) / 1e6
+        size = table_bytes(found_table) / 1e6
         table.add_row(name, f"{len(found_table.files)}", f"{found_table.rows:,}", f"{size:.1f}")
     console = stdout()
     console.print(table)
@@ -107,6 +109,26 @@ def print_plan(plan: RunPlan, output: Output) -> None:
         f"{plan.num_shards} shards, {done} of them done; publishes to {plan.config.output.path}",
         highlight=False,
     )
+    for line in _estimate_lines(estimate(plan)):
+        console.print(line, highlight=False)
+
+
+def _estimate_lines(found: Estimate) -> list[str]:
+    lines = [
+        f"about {found.prompt_tokens:,} prompt tokens, {found.candidates:,} candidates, at most "
+        f"{found.rows_forwarded:,} rows through the model"
+    ]
+    if found.model_bytes is not None and found.pack_bytes is not None:
+        lines.append(
+            f"memory of the device: weights {found.model_bytes / 1e9:.2f} GB, keys and values of a "
+            f"pack {found.pack_bytes / 1e9:.2f} GB"
+        )
+    if found.device_hours is None:
+        lines.append(f"time: not known, {found.basis}")
+    else:
+        cost = "" if found.cost is None else f", cost {found.cost:,.2f}"
+        lines.append(f"time: {found.device_hours:,.3f} device hours{cost}, by {found.basis}")
+    return lines
 
 
 def print_runs(runs: list[RunStatus], output: Output) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from filelock import FileLock, Timeout
 
+from jobs.metrics import write_metrics
 from pipelines import files
 from pipelines.audit import audit_run
 from pipelines.plan import plan_run
@@ -273,6 +274,7 @@ def _write_manifest(
         versions=_versions(),
     )
     files.write_json(manifest_path(plan.run_dir), manifest.model_dump(mode="json"))
+    write_metrics(manifest)
     return manifest
 
 

@@ -165,6 +165,17 @@ def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np
 
 
 @retried
+def read_head(path: str, rows: int) -> pa.Table:
+    """The first rows of a Parquet file, at most as many."""
+    fs, inside = filesystem(path)
+    with fs.open(inside, "rb") as handle:
+        parquet = pq.ParquetFile(handle)
+        batch = next(parquet.iter_batches(batch_size=rows), None)
+        schema = parquet.schema_arrow
+    return schema.empty_table() if batch is None else pa.Table.from_batches([batch])
+
+
+@retried
 def read_bytes(path: str) -> bytes:
     """A whole file."""
     fs, inside = filesystem(path)

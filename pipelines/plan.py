@@ -25,7 +25,14 @@ from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import EXCLUSIONS, IdType, candidate_shape, id_type, users_contract
 
-_LAUNCH_ONLY = ("workers", "max_attempts", "shard_timeout_s", "start_timeout_s", "price_per_hour")
+_LAUNCH_ONLY = (
+    "workers",
+    "max_attempts",
+    "shard_timeout_s",
+    "start_timeout_s",
+    "price_per_hour",
+    "metrics_dir",
+)
 _BATCH_ONLY = ("max_batch_tokens", "max_batch_users")
 
 

@@ -141,6 +141,6 @@ def _resolve_paths(config: RunConfig, base: Path) -> RunConfig:
             "engine": rebased(config.engine, "model", "projector"),
             "inputs": rebased(config.inputs, *InputSettings.model_fields),
             "output": rebased(config.output, "path"),
-            "run": rebased(config.run, "work_dir"),
+            "run": rebased(config.run, "work_dir", "metrics_dir"),
         }
     )

@@ -10,6 +10,7 @@ NightshelfError                 1   something we did not foresee, still said in 
 │   ├── ShardFailedError        4   one shard failed in its worker
 │   ├── AccountingError         4   rows in and rows out do not balance
 │   └── StorageError            4   a file could not be written or read back
+│       └── ConflictError       4   somebody else changed the same partition meanwhile
 ├── EngineError                 5   the engine cannot start
 └── AuditRefusedError           6   a gate refused; what was published before stays
 """
@@ -126,6 +127,14 @@ class StorageError(RunError):
     """A file of the run or of the table could not be written or read back."""
 
     kind = "storage"
+
+
+class ConflictError(StorageError):
+    """Another publisher changed the same partition meanwhile. What it published stands, nothing of
+    this run is visible, and running again is safe.
+    """
+
+    kind = "conflict"
 
 
 class EngineError(NightshelfError):

@@ -201,13 +201,16 @@ class AuditReport(_Record):
 
 
 class Published(_Record):
-    """What a publish made visible."""
+    """What a publish made visible. A table's history is a list of these, the newest first."""
 
     table: str
     partition: str
     files: tuple[str, ...]
     rows: int
     run_id: str
+    format: Literal["parquet", "iceberg", "delta"] = "parquet"
+    version: str = ""  # generation of the pointer, Iceberg snapshot, or Delta version
+    published_at: str = ""
 
 
 class RunManifest(_Record):

@@ -10,7 +10,7 @@ import datetime as dt
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from schemas.eligibility import Expression, parse_eligibility
 from schemas.errors import ConfigError, quoted
@@ -37,6 +37,11 @@ Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 _DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
+_SECRET_KEY = re.compile(
+    r"secret|passw|token|credential|(access|private|account)[-_.]?key|signature|connection.string",
+    re.I,
+)
+_SECRET_VALUE = re.compile(r"://[^/@\s]+@")  # user:password@ in a URL
 
 
 class _Section(BaseModel):
@@ -254,10 +259,56 @@ class OutputSettings(_Section):
     """Where recommendations are published."""
 
     path: str = Field(description="Root of the table; partitions ds=…/surface=… below it")
-    format: Literal["parquet"] = Field("parquet", description="Table format")
+    format: Literal["parquet", "iceberg", "delta"] = Field("parquet", description="Table format")
     layout: Literal["long", "wide"] = Field(
         "long", description="long: a row per recommendation; wide: a row per user"
     )
+    table: str | None = Field(
+        None, description="Iceberg: namespace.table; default nightshelf.recommendations"
+    )
+    catalog: dict[str, str | bool | int | float] = Field(
+        {}, description="Iceberg: pyiceberg catalog properties, without credentials"
+    )
+
+    @property
+    def table_name(self) -> str:
+        """Namespace and table of an Iceberg table."""
+        return self.table or "nightshelf.recommendations"
+
+    @model_validator(mode="after")
+    def _check_iceberg(self) -> OutputSettings:
+        for name, is_set in (("table", self.table is not None), ("catalog", bool(self.catalog))):
+            if is_set and self.format != "iceberg":
+                raise ConfigError(
+                    f"output.{name} is for Iceberg",
+                    expected="output.format: iceberg",
+                    got=self.format,
+                )
+        if len(parts := self.table_name.split(".")) < 2 or not all(parts):
+            raise ConfigError(
+                "output.table names no table", expected="namespace.table", got=quoted(self.table)
+            )
+        return self
+
+    @field_validator("catalog", mode="before")
+    @classmethod
+    def _check_secrets(cls, catalog: Any) -> Any:
+        for key, value in catalog.items() if isinstance(catalog, dict) else ():
+            if not isinstance(value, str | bool | int | float):
+                raise ConfigError(
+                    f"output.catalog.{key} is not one value",
+                    expected="a string, number or boolean",
+                    got=type(value).__name__,
+                )
+            named_so = _SECRET_KEY.search(str(key)) and not isinstance(value, bool)
+            if named_so or _SECRET_VALUE.search(str(value)):
+                raise ConfigError(
+                    f"output.catalog.{key} looks like a credential",
+                    expected="no secrets: the configuration is kept with every run",
+                    do="Set it in the environment (PYICEBERG_CATALOG__NAME__KEY) or in "
+                    ".pyiceberg.yaml, and give the catalog's name here: catalog: {name: NAME}.",
+                )
+        return catalog
 
 
 class RunSettings(_Section):
@@ -274,6 +325,9 @@ class RunSettings(_Section):
     )
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         1800.0, description="A worker whose engine takes longer to start is ended"
+    )
+    metrics_dir: str | None = Field(
+        None, description="Folder for a Prometheus textfile per surface, besides the run folder's"
     )
     price_per_hour: Annotated[float, Field(ge=0)] | None = Field(
         None, description="Price of one device for an hour; for the cost in the summary"

@@ -246,3 +246,78 @@ def test_gc_keeps_what_is_published_and_what_it_could_roll_back_to(nightshelf, t
     nightshelf("run", config, "--set", "engine.seed=0")  # from the beginning, and right
     again = nightshelf("gc", config, "--output", "json").json["removed"]
     assert [r["run_id"] for r in again] == [runs[2].name], "two runs back now"
+
+
+# --- estimates and metrics ------------------------------------------------------------------------
+
+
+def test_a_plan_estimates_what_the_run_then_takes(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, run__price_per_hour=3600)
+    before = nightshelf("plan", config, "--output", "json").json["estimate"]
+    assert before["device_hours"] is None
+    assert "no run to take the speed from" in nightshelf("plan", config).out
+    summary = nightshelf("run", config, "--output", "json").json
+    assert before["users"] == summary["users_in"]
+    assert before["candidates"] == summary["candidates_in"]
+    assert before["prompt_tokens"] == pytest.approx(summary["prompt_tokens"], rel=0.02)
+    assert summary["rows_forwarded"] <= before["rows_forwarded"] * 1.02
+    after = nightshelf("plan", config, "--output", "json").json["estimate"]
+    rate = summary["rows_forwarded"] / summary["device_hours"]
+    assert after["device_hours"] == pytest.approx(before["rows_forwarded"] / rate, abs=2e-4)
+    assert after["cost"] == pytest.approx(3600 * after["device_hours"], abs=0.5)
+    assert summary["run_id"] in nightshelf("plan", config).out
+
+
+@pytest.mark.parametrize("shape", ["long", "shared", "segment"])
+def test_an_estimate_counts_candidates_of_every_shape(nightshelf, tmp_path, shape):
+    tables = write_inputs(tmp_path)
+    items = tables["catalog"]["item_id"].to_pylist()
+    sets = {
+        "long": {"user_id": ["u001"] * 7, "item_id": items[:7]},
+        "shared": {"item_id": items[:7]},
+        "segment": {"segment": ["s0", "s1", "s2"], "item_ids": [items[:7]] * 3},
+    }
+    pq.write_table(pa.table(sets[shape]), tmp_path / "candidates.parquet")
+    config = write_config(tmp_path, task={"score": {}})
+    found = nightshelf("plan", config, "--output", "json").json["estimate"]
+    summary = nightshelf("run", config, "--output", "json").json
+    assert found["candidates"] == summary["candidates_in"]
+
+
+def test_an_estimate_of_a_model_says_what_memory_it_takes(nightshelf, tmp_path, model_folder):
+    from tests.cases.helpers import torch_config
+
+    write_inputs(tmp_path)
+    config = torch_config(tmp_path, model_folder, engine__max_batch_tokens=100)
+    found = nightshelf("plan", config, "--output", "json").json["estimate"]
+    assert found["pack_bytes"] == 100 * 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width
+    weights = sum(p.stat().st_size for p in Path(model_folder).glob("*.safetensors"))
+    assert found["model_bytes"] == weights
+    assert "memory of the device" in nightshelf("plan", config).out
+
+
+def test_metrics_of_a_run_are_there_for_prometheus(nightshelf, tmp_path):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, run__metrics_dir="metrics", surface="home/eu")
+    summary = nightshelf("run", config, "--output", "json").json
+    text = (tmp_path / "metrics" / "nightshelf_home_eu.prom").read_text()
+    assert text == (Path(summary["run_dir"]) / "metrics.prom").read_text()
+    samples = {
+        (s.name, s.labels.get("status") or s.labels.get("gate")): s
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+    assert samples["nightshelf_users_recommended", None].value == summary["users_recommended"]
+    assert samples["nightshelf_users_recommended", None].labels == {"surface": "home/eu"}
+    assert samples["nightshelf_run_status", "published"].value == 1
+    assert samples["nightshelf_audit_passed", "coverage"].value == 1
+    assert samples["nightshelf_run_info", None].labels["run_id"] == summary["run_id"]
+    saved = json.loads((Path(summary["run_dir"]) / "metrics.json").read_text())
+    assert saved["rows_published"] == summary["rows_published"]
+    refused = nightshelf("run", config, "--set", "audit.min_rows=99", check=6)
+    assert refused.code == 6
+    text = (tmp_path / "metrics" / "nightshelf_home_eu.prom").read_text()
+    assert 'nightshelf_run_status{status="refused",surface="home/eu"} 1.0' in text

@@ -1,0 +1,26 @@
+"""Names of a partition: in a path, and of what lies beside the table."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+from pipelines import files
+from schemas.runs import RunPlan
+
+NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # what Hive, Spark and pyarrow read as null
+
+
+def partition_name(ds: str, surface: str) -> str:
+    """`ds=…/surface=…`, values escaped as Hive does (URL-quoted)."""
+    return f"ds={quote(ds, safe='')}/surface={quote(surface, safe=' ')}"
+
+
+def record_path(plan: RunPlan) -> str:
+    """A name of the partition's own in the work folder; the lock of its runs is beside it."""
+    name = partition_name(plan.ds, plan.surface).replace("/", "-")
+    return files.join(plan.config.run.work_dir, "published", f"{name}.json")
+
+
+def pointer_root(path: str) -> str:
+    """Where the pointers of a Parquet table are: beside its root, `<output.path>.current`."""
+    return f"{path.rstrip('/')}.current"

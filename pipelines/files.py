@@ -24,6 +24,7 @@ from schemas.errors import NightshelfError, StorageError, TableError, quoted
 from schemas.runs import InputFile
 
 _CHUNK = 1 << 22
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "r2"}
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
@@ -232,6 +233,13 @@ def _rows_per_group(table: pa.Table) -> int:
     return max(1024, (64 << 20) // per_row)
 
 
+def make_folder(fs: fsspec.AbstractFileSystem, folder: str) -> None:
+    """Make a folder where a store has folders. In an object store it would be a new bucket."""
+    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    if not protocols & _OBJECT_STORES:
+        fs.makedirs(folder, exist_ok=True)
+
+
 @contextmanager
 def atomic_target(path: str) -> Iterator[str]:
     """A path to write to, which becomes `path` at the end of the block, or is removed on an error.
@@ -246,7 +254,7 @@ def atomic_target(path: str) -> Iterator[str]:
     folder, _, name = inside.rpartition("/")
     target = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}.tmp" if local else inside
     try:
-        fs.makedirs(folder, exist_ok=True)
+        make_folder(fs, folder)
         yield target if local else path
         if local:
             with open(target, "rb") as handle:

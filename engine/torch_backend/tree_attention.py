@@ -91,7 +91,8 @@ def _prompt_layer(the_pass: PromptPass, layer: int, q: Tensor, k: Tensor, v: Ten
     shape = (the_pass.prompts.stop - the_pass.prompts.start, the_pass.length)
     q, k, v = (_pad(x, the_pass.place, shape) for x in (q, k, v))  # [b, l, heads, D]
     context.keep_prompts(layer, the_pass.prompts, k, v)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, kept = q.transpose(1, 2), (the_pass.prompts, slice(None), slice(the_pass.length))
+    k, v = context.prompt_keys[layer][kept], context.prompt_values[layer][kept]  # [b, H, l, D]
     if prefix.length:
         k = torch.cat([prefix.keys[layer].expand(len(k), -1, -1, -1), k], dim=2)
         v = torch.cat([prefix.values[layer].expand(len(v), -1, -1, -1), v], dim=2)
@@ -109,8 +110,9 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
     num_prompts, heads, length, width = q.shape
     q = q.reshape(num_prompts * k.shape[1], -1, length, width)  # [b*H, G, l, D]
     group = q.shape[1]
-    more = padded(before + length, LEAST_KEYS) - k.shape[2]
-    k, v = (functional.pad(x, (0, 0, 0, more)).flatten(0, 1) for x in (k, v))
+    if more := padded(before + length, LEAST_KEYS) - k.shape[2]:
+        k, v = (functional.pad(x, (0, 0, 0, more)) for x in (k, v))
+    k, v = k.flatten(0, 1), v.flatten(0, 1)
     out = torch.empty_like(q)
     for begin in range(0, length, _QUERY_BLOCK):
         block = slice(begin, min(begin + _QUERY_BLOCK, length))

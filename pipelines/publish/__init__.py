@@ -2,10 +2,91 @@
 
 from __future__ import annotations
 
-from pipelines.publish.parquet import publish_parquet
+from pipelines import files
+from pipelines.publish.names import NULL_PARTITION, pointer_root
+from pipelines.publish.parquet import ParquetTable, read_current
+from pipelines.publish.rows import RunRows
+from pipelines.publish.table import PublishedTable
+from schemas.errors import ConfigError, StorageError, quoted
 from schemas.runs import Published, RunPlan, ShardReceipt
+from schemas.settings import RunConfig
+
+__all__ = ["check_output", "open_table", "publish_run", "read_current"]
 
 
 def publish_run(plan: RunPlan, receipts: list[ShardReceipt]) -> Published:
-    """Publish a run that passed its audit, in the configured format."""
-    return publish_parquet(plan, receipts)
+    """Publish a run that passed its audit, in the configured format.
+
+    Publishing a run twice, or a new run over an old one, leaves exactly one set of rows; a run
+    without rows leaves an empty partition.
+
+    Raises:
+        ConflictError: another publisher changed the partition meanwhile.
+        StorageError: the table could not be read or written; publishing again completes it.
+    """
+    rows = RunRows(plan=plan, receipts=tuple(receipts))
+    return open_table(plan.config, ds=plan.ds).replace(rows)
+
+
+def open_table(config: RunConfig, *, ds: str | None = None) -> PublishedTable:
+    """The partition of a configuration's date and surface.
+
+    Raises:
+        ConfigError: no date, or the format's package is not installed.
+    """
+    ds = ds or config.ds
+    if ds is None:
+        raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
+    output = config.output
+    try:
+        if output.format == "iceberg":
+            from pipelines.publish.iceberg import IcebergTable
+
+            return IcebergTable(output, ds, config.surface)
+        if output.format == "delta":
+            from pipelines.publish.delta import DeltaLakeTable
+
+            return DeltaLakeTable(output.path, ds, config.surface)
+    except ImportError as err:
+        raise ConfigError(
+            f"output.format: {output.format} needs a package that is not installed",
+            got=str(err),
+            do=f"pip install 'nightshelf[{output.format}]'",
+        ) from err
+    return ParquetTable(output.path, ds, config.surface)
+
+
+def check_output(config: RunConfig) -> None:
+    """Say before a run what would stop its publish.
+
+    Raises:
+        ConfigError: a package is missing, a place cannot be written, or the table that is there
+            has other columns or partitions.
+    """
+    if config.surface == NULL_PARTITION:
+        raise ConfigError("surface is the name that tables give to null", got=quoted(NULL_PARTITION))
+    table = open_table(config)
+    if isinstance(table, ParquetTable):
+        _check_pointers(config.output.path)
+    else:
+        table.check(config)
+
+
+def _check_pointers(path: str) -> None:
+    protocol, url, inside = path.rstrip("/").rpartition("://")
+    if url and protocol != "memory" and "/" not in inside:
+        raise ConfigError(
+            "output.path is a whole bucket",
+            expected="a folder in it: pointers are kept beside the table, in <output.path>.current",
+            got=quoted(path),
+        )
+    try:
+        files.check_writable(pointer_root(path), "the folder beside output.path")
+    except StorageError as err:
+        raise ConfigError(
+            err.what,
+            got=err.got,
+            where=err.where,
+            do="Pointers to the current files are kept there; choose an output.path one level "
+            "deeper.",
+        ) from err

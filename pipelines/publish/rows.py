@@ -23,13 +23,6 @@ class RunRows:
     plan: RunPlan
     receipts: tuple[ShardReceipt, ...]
 
-    @property
-    def rows(self) -> int:
-        """Rows of a published table; one per user in the wide layout."""
-        if self.plan.config.output.layout == "wide":
-            return sum(receipt.counts.users_recommended for receipt in self.receipts)
-        return sum(receipt.result.rows for receipt in self.receipts)
-
     def shards(self) -> Iterator[tuple[int, pa.Table]]:
         """Shards that have rows, in order; the first one, empty, where none has."""
         ordered = sorted(self.receipts, key=lambda receipt: receipt.shard)

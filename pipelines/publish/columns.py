@@ -1,0 +1,71 @@
+"""Whether the rows of a run fit the columns of a table that is there."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from schemas.errors import ConfigError
+from schemas.settings import RunConfig
+from schemas.tables import embeddings_schema, is_list, recommendations_schema
+
+_PARTITION = ("ds", "surface")
+_OPTIONAL = {"labels"}  # of label scoring only; null in rows of other tasks
+_WIDE = ("user_id", "items", "exact", "run_id")
+
+
+def check_columns(config: RunConfig, there: pa.Schema, where: str) -> None:
+    """Raise `ConfigError` when the table was made for another layout or task."""
+    if config.task.embed is not None:
+        mine: tuple[str, ...] = tuple(embeddings_schema("string", 1).names)
+    elif config.output.layout == "wide":
+        mine = _WIDE
+    else:
+        mine = tuple(recommendations_schema("string", "string").names)
+    _check_names(there, [*_PARTITION, *mine], where)
+
+
+def missing_columns(there: pa.Schema, mine: pa.Schema, where: str) -> list[pa.Field]:
+    """Columns that the table lacks and may get.
+
+    Raises:
+        ConfigError: the table has other columns, or other types.
+    """
+    _check_names(there, mine.names, where)
+    for field in mine:
+        if field.name not in there.names:
+            continue
+        want, got = type_key(there.field(field.name).type), type_key(field.type)
+        if want != got:
+            raise ConfigError(
+                f"the table holds column {field.name!r} in another type",
+                expected=want,
+                got=got,
+                where=where,
+                do="Publish to another table.",
+            )
+    return [field for field in mine if field.name not in there.names]
+
+
+def _check_names(there: pa.Schema, mine: list[str], where: str) -> None:
+    lacking = set(there.names) - set(mine) - _OPTIONAL
+    unknown = set(mine) - set(there.names) - _OPTIONAL
+    if lacking or unknown:
+        raise ConfigError(
+            "the table has other columns",
+            expected=", ".join(mine),
+            got=", ".join(there.names),
+            where=where,
+            do="Layouts (output.layout) and embeddings need a table each.",
+        )
+
+
+def type_key(dtype: pa.DataType) -> str:
+    """A type as tables tell types apart: lists by their elements, texts and texts alike."""
+    if is_list(dtype) or pa.types.is_list_view(dtype) or pa.types.is_large_list_view(dtype):
+        return f"list<{type_key(dtype.value_type)}>"
+    if pa.types.is_struct(dtype):
+        inner = ", ".join(f"{field.name}: {type_key(field.type)}" for field in dtype)
+        return f"struct<{inner}>"
+    if pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype):
+        return "string"
+    return str(dtype)

@@ -1,0 +1,412 @@
+"""An Iceberg table, partitioned by the values of `ds` and `surface`, through pyiceberg.
+
+A publish writes the run's files, then replaces the partition in one transaction: delete where ds
+and surface, add the files. Readers hold a snapshot and never see anything between. The run is
+stamped on the snapshots (`nightshelf.run_id`) and stands in every row. Of two publishers of one
+partition the second fails, also when the partition was empty: the delete is checked against what
+was added since. Publishers of other partitions only make it try again.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+from pyiceberg.catalog import Catalog, load_catalog
+from pyiceberg.exceptions import (
+    CommitFailedException,
+    CommitStateUnknownException,
+    NoSuchTableError,
+    NotInstalledError,
+    ServerError,
+    ServiceUnavailableError,
+    TableAlreadyExistsError,
+    TooManyRequestsError,
+    ValidationException,
+)
+from pyiceberg.expressions import And, BooleanExpression, EqualTo
+from pyiceberg.io import load_location_provider
+from pyiceberg.table import Table
+from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_of
+from pyiceberg.transforms import IdentityTransform
+from sqlalchemy import URL
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from pipelines import files
+from pipelines.publish.columns import check_columns, missing_columns
+from pipelines.publish.pointer import conflict
+from pipelines.publish.rows import RunRows, with_partition, write_rows
+from schemas.errors import ConfigError, NightshelfError, StorageError, quoted
+from schemas.runs import Published
+from schemas.settings import OutputSettings, RunConfig
+
+_STAMP = "nightshelf."
+# A commit about another partition came between, or the catalog is busy: asking again may do.
+_BUSY = (
+    CommitFailedException,
+    CommitStateUnknownException,
+    OperationalError,
+    ServerError,
+    ServiceUnavailableError,
+    TooManyRequestsError,
+)
+_retried = retry(
+    retry=retry_if_exception_type(_BUSY),
+    wait=wait_random_exponential(multiplier=0.1, max=5.0),
+    stop=stop_after_attempt(10),
+    reraise=True,
+)
+_PROPERTIES = {
+    # Whole values, so that a delete by partition never has to open a file.
+    "write.metadata.metrics.column.ds": "full",
+    "write.metadata.metrics.column.surface": "full",
+    "write.metadata.metrics.column.run_id": "full",
+    "write.metadata.delete-after-commit.enabled": "true",
+    "write.parquet.compression-codec": "zstd",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """The partition in one snapshot of the table."""
+
+    stamp: Snapshot | None  # the last publish of this partition that the table remembers
+    paths: frozenset[str]
+    rows: int
+
+
+class IcebergTable:
+    """One partition of an Iceberg table."""
+
+    def __init__(self, output: OutputSettings, ds: str, surface: str) -> None:
+        self._output, self._ds, self._surface = output, ds, surface
+
+    def current(self) -> Published | None:
+        """What the current snapshot says; see `PublishedTable.current`."""
+        with self._open() as catalog:
+            table = _load(catalog, self._output.table_name)
+            return None if table is None else self._published(table, self._state(table))
+
+    def history(self) -> list[Published]:
+        """Publishes among the snapshots that the table keeps, the newest first."""
+        with self._open() as catalog:
+            table = _load(catalog, self._output.table_name)
+            if table is None:
+                return []
+            stamps = [s for s in self._stamps(table) if _operation(s) is Operation.APPEND]
+            return [self._as_published(stamp, (), _stamped(stamp, "rows")) for stamp in stamps]
+
+    def replace(self, rows: RunRows) -> Published:
+        """Publish a run's rows; see `PublishedTable.replace`."""
+        with self._open() as catalog:
+            schema = with_partition(rows.schema().empty_table(), self._ds, self._surface).schema
+            table = _table_for(catalog, self._output.table_name, schema)
+            base = self._state(table)
+            run_id = rows.plan.run_id
+            if _is_current(base, run_id) and (done := self._published(table, base)):
+                return done
+            paths, count = self._write(table, rows)
+            return self._commit(catalog, base, paths, run_id, count, written=paths)
+
+    def restore(self, old: Published) -> Published:
+        """Make an older snapshot's files of the partition current; see `PublishedTable.restore`."""
+        with self._open() as catalog:
+            table = _load(catalog, self._output.table_name)
+            snapshot = None if table is None else table.snapshot_by_id(int(old.version))
+            if table is None or snapshot is None:
+                raise self._gone(old)
+            tasks = list(table.scan(self._where, snapshot_id=int(old.version)).plan_files())
+            paths = [task.file.file_path for task in tasks]
+            if not all(table.io.new_input(path).exists() for path in paths):
+                raise self._gone(old)
+            return self._commit(
+                catalog, self._state(table), paths, old.run_id, _stamped(snapshot, "rows")
+            )
+
+    def read(
+        self,
+        columns: list[str] | None = None,
+        *,
+        user_id: str | int | None = None,
+        shard: int | None = None,
+    ) -> pa.Table:
+        """Rows of the current snapshot; see `PublishedTable.read`."""
+        with self._open() as catalog:
+            table = _load(catalog, self._output.table_name)
+            if table is None or self._published(table, self._state(table)) is None:
+                raise StorageError(
+                    "nothing is published",
+                    got=f"ds {self._ds}, surface {self._surface!r}",
+                    where=self._output.table_name,
+                )
+            where = self._where
+            if user_id is not None:
+                where = And(where, EqualTo("user_id", user_id))
+            return table.scan(where, selected_fields=tuple(columns or ("*",))).to_arrow()
+
+    def check(self, config: RunConfig) -> None:
+        """See `check_output`. Creates nothing."""
+        default = not self._output.catalog
+        if default and not os.path.exists(f"{_local_root(self._output)}/catalog.db"):
+            return
+        with self._open() as catalog:
+            table = _load(catalog, self._output.table_name)
+            if table is not None:
+                _check_partitions(table)
+                check_columns(config, table.schema().as_arrow(), self._output.table_name)
+
+    @property
+    def _where(self) -> BooleanExpression:
+        return And(EqualTo("ds", self._ds), EqualTo("surface", self._surface))
+
+    @contextmanager
+    def _open(self) -> Iterator[Catalog]:
+        """The catalog; its errors become ours. They share no base but `Exception`."""
+        try:
+            catalog = _open_catalog(self._output)
+            try:
+                yield catalog
+            finally:
+                catalog.close()
+        except NightshelfError:
+            raise
+        except NotInstalledError as err:
+            raise ConfigError(
+                "output.catalog needs a package that is not installed", got=_first_line(err)
+            ) from err
+        except Exception as err:
+            raise StorageError(
+                f"the Iceberg table could not be used: {type(err).__name__}",
+                got=_first_line(err),
+                where=self._output.table_name,
+                do="Its rows are as they were. Running the same command again is safe.",
+            ) from err
+
+    def _stamps(self, table: Table) -> Iterator[Snapshot]:
+        """Snapshots that publishes of this partition left, the newest first."""
+        mine = (self._ds, self._surface)
+        for snapshot in ancestors_of(table.current_snapshot(), table.metadata):
+            summary = snapshot.summary
+            if summary and (summary[f"{_STAMP}ds"], summary[f"{_STAMP}surface"]) == mine:
+                yield snapshot
+
+    def _state(self, table: Table) -> _State:
+        tasks = [task.file for task in table.scan(self._where).plan_files()]
+        return _State(
+            stamp=next(self._stamps(table), None),
+            paths=frozenset(file.file_path for file in tasks),
+            rows=sum(file.record_count for file in tasks),
+        )
+
+    def _write(self, table: Table, rows: RunRows) -> tuple[list[str], int]:
+        """Write the run's files where the table keeps its data. No snapshot names them yet."""
+        provider = load_location_provider(table.location(), table.properties)
+        paths, count = [], 0
+        for shard, part in rows.shards():
+            if len(part) == 0:
+                continue
+            name = f"{rows.plan.run_id}-{shard:05d}-{uuid.uuid4().hex[:8]}.parquet"
+            path = provider.new_data_location(name)
+            with table.io.new_output(path).create() as stream:
+                write_rows(stream, with_partition(part, self._ds, self._surface))
+            paths.append(path)
+            count += len(part)
+        return paths, count
+
+    def _commit(
+        self,
+        catalog: Catalog,
+        base: _State,
+        paths: list[str],
+        run_id: str,
+        rows: int,
+        written: list[str] | None = None,
+    ) -> Published:
+        """Replace the partition by the files, if it still is what it was in `base`."""
+        stamp = {"run_id": run_id, "ds": self._ds, "surface": self._surface, "rows": str(rows)}
+        properties = {f"{_STAMP}{key}": value for key, value in stamp.items()}
+
+        @_retried
+        def commit() -> bool:
+            table = catalog.load_table(self._output.table_name)
+            now = self._state(table)
+            if now.paths != base.paths or now.stamp != base.stamp:
+                return _is_current(now, run_id)  # an earlier try of ours may have landed
+            tx = table.transaction()
+            if base.paths:
+                tx.delete(self._where, snapshot_properties=properties)
+            else:  # deletes nothing, and makes files that others add meanwhile a conflict
+                with tx.update_snapshot(snapshot_properties=properties).delete() as nothing:
+                    nothing.delete_by_predicate(self._where)
+            if paths:
+                tx.add_files(paths, snapshot_properties=properties)
+            else:
+                tx.append(table.schema().as_arrow().empty_table(), properties)
+            try:
+                tx.commit_transaction()
+            except ValidationException:
+                return False
+            return True
+
+        if not commit():
+            for path in written or ():
+                with suppress(OSError):  # nobody names them; what stays is an orphan
+                    table_io = catalog.load_table(self._output.table_name).io
+                    table_io.delete(path)
+            raise conflict(self._ds, self._surface, self._output.table_name)
+        table = catalog.load_table(self._output.table_name)
+        done = self._published(table, self._state(table))
+        assert done is not None, "a publish leaves its stamp"
+        return done
+
+    def _published(self, table: Table, state: _State) -> Published | None:
+        if state.stamp is not None:
+            return self._as_published(state.stamp, tuple(sorted(state.paths)), state.rows)
+        if not state.paths:
+            return None
+        # The publish's snapshot has expired; its rows say whose they are.
+        runs = table.scan(self._where, selected_fields=("run_id",), limit=1).to_arrow()
+        return Published(
+            table=self._output.table_name,
+            partition=f"ds={self._ds}, surface={self._surface}",
+            files=tuple(sorted(state.paths)),
+            rows=state.rows,
+            run_id=runs["run_id"][0].as_py(),
+            format="iceberg",
+        )
+
+    def _as_published(self, stamp: Snapshot, paths: tuple[str, ...], rows: int) -> Published:
+        assert stamp.summary is not None, "a stamp is in a summary"
+        at = datetime.fromtimestamp(stamp.timestamp_ms / 1000, UTC)
+        return Published(
+            table=self._output.table_name,
+            partition=f"ds={self._ds}, surface={self._surface}",
+            files=paths,
+            rows=rows,
+            run_id=stamp.summary[f"{_STAMP}run_id"] or "",
+            format="iceberg",
+            version=str(stamp.snapshot_id),
+            published_at=at.isoformat(timespec="seconds"),
+        )
+
+    def _gone(self, old: Published) -> StorageError:
+        return StorageError(
+            "the table no longer holds the rows of this run",
+            got=f"run {old.run_id}, snapshot {old.version}",
+            where=self._output.table_name,
+        )
+
+
+def _is_current(state: _State, run_id: str) -> bool:
+    """Whether the partition holds what this run published, and all of it."""
+    stamp = state.stamp
+    return (
+        stamp is not None
+        and stamp.summary is not None
+        and stamp.summary[f"{_STAMP}run_id"] == run_id
+        and _stamped(stamp, "rows") == state.rows
+    )
+
+
+def _stamped(snapshot: Snapshot, key: str) -> int:
+    value = snapshot.summary[f"{_STAMP}{key}"] if snapshot.summary else None
+    return int(value or 0)
+
+
+def _operation(snapshot: Snapshot) -> Operation | None:
+    return snapshot.summary.operation if snapshot.summary else None
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, SQLAlchemyError) and error.args:
+        return quoted(str(error.args[0]))  # without the statement and its parameters
+    return quoted(str(error).strip().partition("\n")[0])
+
+
+def _local_root(output: OutputSettings) -> str:
+    local = files.local_path(output.path)
+    if local is None:
+        raise ConfigError(
+            "output.catalog is missing",
+            expected="a catalog for a table that is not on a local disk",
+            got=quoted(output.path),
+            do="The default catalog, SQLite, needs a local output.path.",
+        )
+    return local
+
+
+@_retried
+def _open_catalog(output: OutputSettings) -> Catalog:
+    """The configured catalog, or SQLite in the output folder.
+
+    Raises:
+        ConfigError: the table is remote and no catalog is given.
+    """
+    given = {key: _text(value) for key, value in output.catalog.items()}
+    name = given.pop("name", "nightshelf")
+    if output.catalog:
+        if given.get("type") in ("sql", "glue", "hive", "dynamodb"):
+            local = files.local_path(output.path)
+            given.setdefault("warehouse", output.path if local is None else f"file://{local}")
+        return load_catalog(name, **given)
+    root = _local_root(output)
+    os.makedirs(root, exist_ok=True)
+    uri = URL.create("sqlite", database=f"{root}/catalog.db").render_as_string()
+    return load_catalog(name, type="sql", uri=uri, warehouse=f"file://{root}")
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _load(catalog: Catalog, name: str) -> Table | None:
+    try:
+        return catalog.load_table(name)
+    except NoSuchTableError:
+        return None
+
+
+@_retried
+def _table_for(catalog: Catalog, name: str, schema: pa.Schema) -> Table:
+    """The table, created or widened for these columns.
+
+    Raises:
+        ConfigError: it has other partitions, or columns of other types.
+    """
+    table = _load(catalog, name)
+    if table is None:
+        catalog.create_namespace_if_not_exists(name.rpartition(".")[0])
+        with suppress(TableAlreadyExistsError):  # somebody was faster
+            tx = catalog.create_table_transaction(name, schema, properties=_PROPERTIES)
+            with tx.update_spec() as spec:
+                spec.add_identity("ds").add_identity("surface")
+            with tx.update_sort_order() as order:
+                order.asc("user_id", IdentityTransform())
+            tx.commit_transaction()
+        table = catalog.load_table(name)
+    _check_partitions(table)
+    if missing := missing_columns(table.schema().as_arrow(), schema, name):
+        with table.update_schema() as update:
+            update.union_by_name(pa.schema(missing))
+    return table
+
+
+def _check_partitions(table: Table) -> None:
+    fields = table.spec().fields
+    names = sorted(table.schema().find_field(field.source_id).name for field in fields)
+    if names != ["ds", "surface"] or not all(
+        isinstance(field.transform, IdentityTransform) for field in fields
+    ):
+        raise ConfigError(
+            "the Iceberg table has other partitions",
+            expected="partitioned by the values of ds and surface",
+            got=quoted(str(table.spec())),
+            where=".".join(table.name()),
+        )

@@ -13,10 +13,10 @@ from pipelines import files
 from pipelines.catalog import Catalog, is_saved
 from pipelines.items import catalog_dir, open_items
 from pipelines.prepare import shard_of, shards_of
-from pipelines.publish.parquet import partition_name, record_path
+from pipelines.publish import open_table
 from pipelines.run_shard import load_receipt
 from schemas.errors import ConfigError, StorageError, quoted
-from schemas.runs import Counts, Published, RunPlan
+from schemas.runs import Counts, RunPlan
 from schemas.settings import RunConfig
 
 
@@ -61,8 +61,8 @@ def run_status(run_dir: str) -> RunStatus:
 
 
 def _current_run(plan: RunPlan) -> str | None:
-    path = record_path(plan)
-    return files.read_json(path)["run_id"] if files.exists(path) else None
+    published = open_table(plan.config, ds=plan.ds).current()
+    return None if published is None else published.run_id
 
 
 def all_runs(work_dir: str) -> list[RunStatus]:
@@ -94,7 +94,7 @@ def show_user(config: RunConfig, user: str) -> UserView:
     Raises:
         StorageError: nothing is published for this date and surface.
     """
-    published, plan = _published(config)
+    plan = _published(config)
     user_id: str | int = user
     if plan.user_id_type == "int64":
         try:
@@ -102,13 +102,8 @@ def show_user(config: RunConfig, user: str) -> UserView:
         except ValueError:
             raise ConfigError("--user must be a number for this table", got=quoted(user)) from None
     index = int(shard_of([user], plan.num_shards)[0])
-    name = f"part-{plan.run_id}-{index:05d}.parquet"
-    rows = pl.DataFrame()
-    if name in published.files:
-        path = files.join(published.partition, name)
-        frame = pl.from_arrow(files.read_parquet(path))
-        assert isinstance(frame, pl.DataFrame), "a table is a frame"
-        rows = frame.filter(pl.col("user_id") == user_id)
+    rows = pl.from_arrow(open_table(config).read(user_id=user_id, shard=index))
+    assert isinstance(rows, pl.DataFrame), "a table is a frame"
     if rows.is_empty():
         why = _why_not(plan, index, user)
         return UserView(user=user, rows=[], exact=None, run_id=plan.run_id, why_not=why)
@@ -126,22 +121,17 @@ def show_user(config: RunConfig, user: str) -> UserView:
     return UserView(user=user, rows=rows.to_dicts(), exact=exact, run_id=plan.run_id, why_not=None)
 
 
-def _published(config: RunConfig) -> tuple[Published, RunPlan]:
-    if config.ds is None:
-        raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
-    name = partition_name(config.ds, config.surface).replace("/", "-")
-    path = files.join(config.run.work_dir, "published", f"{name}.json")
-    if not files.exists(path):
+def _published(config: RunConfig) -> RunPlan:
+    """The plan of the run that readers see."""
+    published = open_table(config).current()
+    if published is None:
         raise StorageError(
             "nothing is published",
             got=f"ds {config.ds}, surface {config.surface!r}",
             where=config.output.path,
             do="Run it first: nightshelf run CONFIG.",
         )
-    record = files.read_json(path)
-    record.pop("published_at", None)
-    published = Published.model_validate(record)
-    return published, load_plan(files.join(config.run.work_dir, published.run_id))
+    return load_plan(files.join(config.run.work_dir, published.run_id))
 
 
 def _titles(catalog: Catalog | None, items: pl.Series) -> pl.Series:

@@ -1,8 +1,9 @@
-"""Commands over many runs: `backfill` and `gc`."""
+"""Commands around runs: `backfill`, `gc` and `export`."""
 
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -14,6 +15,7 @@ from jobs.cleanup import clean_up
 from jobs.options import (
     ConfigArg,
     DebugOption,
+    DsOption,
     Output,
     OutputOption,
     SetOption,
@@ -21,8 +23,17 @@ from jobs.options import (
     stderr,
     stdout,
 )
+from pipelines.export import export_partition
 from schemas.config_file import load_config
 from schemas.errors import RunError
+
+
+class ExportForm(StrEnum):
+    """Form of an export's files."""
+
+    jsonl = "jsonl"
+    arrow = "arrow"
+
 
 upkeep = typer.Typer(no_args_is_help=True)
 
@@ -112,5 +123,31 @@ def gc(
         for run in removed:
             table.add_row(run.run_id, run.status, f"{run.bytes / 1e6:.1f}")
         stdout().print(table)
+
+    guard(body, output, debug)
+
+
+@upkeep.command()
+def export(
+    config: ConfigArg,
+    to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="A new folder, or a URL.")],
+    ds: DsOption = None,
+    num_files: Annotated[int, typer.Option("--files", min=1, help="Files to spread over.")] = 16,
+    form: Annotated[
+        ExportForm, typer.Option("--format", help="Lines of JSON, or Arrow streams.")
+    ] = (ExportForm.jsonl),
+    set_: SetOption = None,
+    output: OutputOption = Output.text,
+    debug: DebugOption = False,
+) -> None:
+    """Write what is published for a date as one record per user, for a store's bulk loader."""
+
+    def body() -> None:
+        settings = load_config(config, overrides=set_, ds=ds)
+        counts = export_partition(settings, to, num_files=num_files, form=form.value)
+        if output is Output.json:
+            typer.echo(json.dumps({"to": to, "files": counts}))
+        else:
+            typer.echo(f"{sum(counts.values()):,} users in {len(counts)} files below {to}")
 
     guard(body, output, debug)

@@ -126,7 +126,7 @@ def node_passes(context: TorchContext, nodes: NodeBatch, independent: bool) -> I
     they stay as they are, in one block over all prompts, and nothing waits for the device.
     """
     count, first = len(nodes.token), context.num_nodes
-    if context.lengths.device.type == "cpu":
+    if _on_cpu(context):
         order = torch.argsort(nodes.prompt * (nodes.max_depth + 1) + nodes.depth, stable=True)
     else:
         order = torch.arange(count, device=context.lengths.device)
@@ -134,7 +134,7 @@ def node_passes(context: TorchContext, nodes: NodeBatch, independent: bool) -> I
     ancestors, is_ancestor = context.ancestors(count, nodes.max_depth)
     for part in row_chunks(count, _most_rows(context)):
         some = order[part]
-        if context.lengths.device.type == "cpu":
+        if _on_cpu(context):
             blocks = _blocks(nodes.prompt[some].numpy(), context.prompt_tokens, independent)
         else:
             blocks = [_whole_block(context, nodes)]
@@ -142,8 +142,12 @@ def node_passes(context: TorchContext, nodes: NodeBatch, independent: bool) -> I
         yield NodePass(context, some, stored, ancestors[some], is_ancestor[some], blocks)
 
 
+def _on_cpu(context: TorchContext) -> bool:
+    return context.lengths.device.type == "cpu"
+
+
 def _most_rows(context: TorchContext) -> int:
-    if context.lengths.device.type == "cpu":
+    if _on_cpu(context):
         return ROWS_PER_THREAD * torch.get_num_threads()
     return 1 << 31
 

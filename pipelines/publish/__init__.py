@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pipelines import files
-from pipelines.publish.names import NULL_PARTITION, pointer_root
+from pipelines.publish.names import NULL_PARTITION
 from pipelines.publish.parquet import ParquetTable, read_current
 from pipelines.publish.rows import RunRows
 from pipelines.publish.table import PublishedTable
-from schemas.errors import ConfigError, StorageError, quoted
+from schemas.errors import ConfigError, quoted
 from schemas.runs import Published, RunPlan, ShardReceipt
 from schemas.settings import RunConfig
 
@@ -64,29 +63,7 @@ def check_output(config: RunConfig) -> None:
             has other columns or partitions.
     """
     if config.surface == NULL_PARTITION:
-        raise ConfigError("surface is the name that tables give to null", got=quoted(NULL_PARTITION))
-    table = open_table(config)
-    if isinstance(table, ParquetTable):
-        _check_pointers(config.output.path)
-    else:
-        table.check(config)
-
-
-def _check_pointers(path: str) -> None:
-    protocol, url, inside = path.rstrip("/").rpartition("://")
-    if url and protocol != "memory" and "/" not in inside:
         raise ConfigError(
-            "output.path is a whole bucket",
-            expected="a folder in it: pointers are kept beside the table, in <output.path>.current",
-            got=quoted(path),
+            "surface is the name that tables give to null", got=quoted(NULL_PARTITION)
         )
-    try:
-        files.check_writable(pointer_root(path), "the folder beside output.path")
-    except StorageError as err:
-        raise ConfigError(
-            err.what,
-            got=err.got,
-            where=err.where,
-            do="Pointers to the current files are kept there; choose an output.path one level "
-            "deeper.",
-        ) from err
+    open_table(config).check(config)

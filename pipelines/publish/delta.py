@@ -17,7 +17,7 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 import pyarrow.dataset as pads
-from deltalake import CommitProperties, DeltaTable, WriterProperties, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Schema, WriterProperties, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
@@ -86,7 +86,7 @@ class DeltaLakeTable:
             return self._commit(
                 base,
                 rows.plan.run_id,
-                sum(receipt_rows(rows)),
+                rows.rows,
                 lambda: pa.RecordBatchReader.from_batches(schema, batches()),
             )
 
@@ -177,11 +177,7 @@ class DeltaLakeTable:
             )
         self._check_partitions(table)
         if missing := missing_columns(pa.schema(table.schema().to_arrow()), schema, self.path):
-            empty = pa.RecordBatchReader.from_batches(
-                pa.schema([*schema.remove_metadata()]), iter(())
-            )
-            del missing
-            write_deltalake(table, empty, mode="append", schema_mode="merge")
+            table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
             table = DeltaTable(self.path)
         return table
 
@@ -264,9 +260,7 @@ class DeltaLakeTable:
             format="delta",
         )
 
-    def _as_published(
-        self, stamp: dict[str, Any], paths: tuple[str, ...], rows: int
-    ) -> Published:
+    def _as_published(self, stamp: dict[str, Any], paths: tuple[str, ...], rows: int) -> Published:
         at = datetime.fromtimestamp(stamp["timestamp"] / 1000, UTC)
         return Published(
             table=self.path,
@@ -285,12 +279,6 @@ class DeltaLakeTable:
             got=f"run {old.run_id}, version {old.version}",
             where=self.path,
         )
-
-
-def receipt_rows(rows: RunRows) -> Iterator[int]:
-    """Rows of each shard as they are published."""
-    for _, table in rows.shards():
-        yield len(table)
 
 
 def _is_current(state: _State, run_id: str) -> bool:

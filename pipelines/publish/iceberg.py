@@ -30,8 +30,8 @@ from pyiceberg.exceptions import (
     TooManyRequestsError,
     ValidationException,
 )
-from pyiceberg.expressions import And, BooleanExpression, EqualTo
-from pyiceberg.io import load_location_provider
+from pyiceberg.expressions import And, BooleanExpression, EqualTo, Reference
+from pyiceberg.expressions.literals import literal
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_of
 from pyiceberg.transforms import IdentityTransform
@@ -148,7 +148,7 @@ class IcebergTable:
                 )
             where = self._where
             if user_id is not None:
-                where = And(where, EqualTo("user_id", user_id))
+                where = And(where, _equals("user_id", user_id))
             return table.scan(where, selected_fields=tuple(columns or ("*",))).to_arrow()
 
     def check(self, config: RunConfig) -> None:
@@ -164,7 +164,7 @@ class IcebergTable:
 
     @property
     def _where(self) -> BooleanExpression:
-        return And(EqualTo("ds", self._ds), EqualTo("surface", self._surface))
+        return And(_equals("ds", self._ds), _equals("surface", self._surface))
 
     @contextmanager
     def _open(self) -> Iterator[Catalog]:
@@ -207,7 +207,7 @@ class IcebergTable:
 
     def _write(self, table: Table, rows: RunRows) -> tuple[list[str], int]:
         """Write the run's files where the table keeps its data. No snapshot names them yet."""
-        provider = load_location_provider(table.location(), table.properties)
+        provider = table.location_provider()
         paths, count = [], 0
         for shard, part in rows.shards():
             if len(part) == 0:
@@ -302,6 +302,10 @@ class IcebergTable:
             got=f"run {old.run_id}, snapshot {old.version}",
             where=self._output.table_name,
         )
+
+
+def _equals(column: str, value: str | int) -> BooleanExpression:
+    return EqualTo(term=Reference(column), value=literal(value))
 
 
 def _is_current(state: _State, run_id: str) -> bool:

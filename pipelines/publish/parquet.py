@@ -31,11 +31,13 @@ import pyarrow.compute as pc
 from pipelines import files
 from pipelines.publish import pointer as pointers
 from pipelines.publish.names import partition_name as partition_name
+from pipelines.publish.names import pointer_root
 from pipelines.publish.names import record_path as record_path
 from pipelines.publish.pointer import PointedFile, Pointer
 from pipelines.publish.rows import RunRows, write_rows
-from schemas.errors import ConflictError, StorageError
+from schemas.errors import ConfigError, ConflictError, StorageError, quoted
 from schemas.runs import Published
+from schemas.settings import RunConfig
 
 SUCCESS = "_SUCCESS"
 _GENERATION = re.compile(r"^(?:part|new)-(\d{8})-")
@@ -58,6 +60,26 @@ class ParquetTable:
     @property
     def _pointers(self) -> str:
         return pointers.pointer_folder(self.path, self.ds, self.surface)
+
+    def check(self, config: RunConfig) -> None:
+        """See `check_output`."""
+        _, url, inside = self.path.rstrip("/").rpartition("://")
+        if url and "/" not in inside and not self.path.startswith("memory:"):
+            raise ConfigError(
+                "output.path is a whole bucket",
+                expected="a folder in it: pointers are kept beside it, in <output.path>.current",
+                got=quoted(self.path),
+            )
+        try:
+            files.check_writable(pointer_root(self.path), "the folder beside output.path")
+        except StorageError as err:
+            raise ConfigError(
+                err.what,
+                got=err.got,
+                where=err.where,
+                do="Pointers to the current files are kept there; choose an output.path one level "
+                "deeper.",
+            ) from err
 
     def current(self) -> Published | None:
         """What the latest pointer says."""
@@ -233,9 +255,7 @@ class ParquetTable:
         )
 
 
-def read_current(
-    path: str, ds: str, surface: str, columns: list[str] | None = None
-) -> pa.Table:
+def read_current(path: str, ds: str, surface: str, columns: list[str] | None = None) -> pa.Table:
     """The rows of a Parquet partition as one publish left them, whoever publishes meanwhile.
 
     Raises:

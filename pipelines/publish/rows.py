@@ -23,6 +23,15 @@ class RunRows:
     plan: RunPlan
     receipts: tuple[ShardReceipt, ...]
 
+    @property
+    def rows(self) -> int:
+        """Rows of the published table; one per user in the wide layout."""
+        if self.plan.config.output.layout == "long":
+            return sum(receipt.result.rows for receipt in self.receipts)
+        paths = (files.join(self.plan.run_dir, r.result.path) for r in self.receipts)
+        firsts = (pc.equal(files.read_parquet(path, ["rank"])["rank"], 1) for path in paths)
+        return sum(int(pc.sum(first).as_py() or 0) for first in firsts)
+
     def shards(self) -> Iterator[tuple[int, pa.Table]]:
         """Shards that have rows, in order; the first one, empty, where none has."""
         ordered = sorted(self.receipts, key=lambda receipt: receipt.shard)
@@ -76,7 +85,7 @@ def rows_per_group(schema: pa.Schema) -> int:
     """Rows of a row group of about 64 MiB: the default of a million is 4 GiB of 1024-d vectors."""
     widths = [f.type.list_size for f in schema if pa.types.is_fixed_size_list(f.type)]
     per_row = 100 + 4 * sum(widths)
-    return max(1024, _GROUP_BYTES // per_row)
+    return max(1024, int(_GROUP_BYTES // per_row))
 
 
 def write_rows(stream: Any, table: pa.Table) -> None:

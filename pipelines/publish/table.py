@@ -8,10 +8,14 @@ import pyarrow as pa
 
 from pipelines.publish.rows import RunRows
 from schemas.runs import Published
+from schemas.settings import RunConfig
 
 
 class PublishedTable(Protocol):
     """One partition (ds, surface) of a table."""
+
+    def check(self, config: RunConfig) -> None:
+        """Raise `ConfigError` for what would stop a publish, before the run. Creates no table."""
 
     def current(self) -> Published | None:
         """What readers see now; None when nothing was ever published."""

@@ -321,3 +321,39 @@ def test_metrics_of_a_run_are_there_for_prometheus(nightshelf, tmp_path):
     assert refused.code == 6
     text = (tmp_path / "metrics" / "nightshelf_home_eu.prom").read_text()
     assert 'nightshelf_run_status{status="refused",surface="home/eu"} 1.0' in text
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["long", "wide"])
+@pytest.mark.parametrize("form", ["jsonl", "arrow"])
+def test_an_export_has_every_user_once_in_the_file_of_its_hash(nightshelf, tmp_path, form, layout):
+    from pipelines.prepare import shard_of
+
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    nightshelf("run", config)
+    want = pl.read_parquet(tmp_path / PARTITION).sort("user_id", "rank")
+    nightshelf("run", config, "--set", f"output.layout={layout}")
+    to = tmp_path / "shelves"
+    args = ("export", config, "--to", to, "--files", "3", "--format", form, "--output", "json")
+    counts = nightshelf(*args, "--set", f"output.layout={layout}").json["files"]
+    seen = 0
+    for index, (name, count) in enumerate(counts.items()):
+        if form == "jsonl":
+            part = pl.read_ndjson(to / name) if count else pl.DataFrame()
+        else:
+            part = pl.from_arrow(pa.ipc.open_stream((to / name).read_bytes()).read_all())
+        assert len(part) == count
+        assert part["user_id"].is_sorted()
+        assert set(shard_of(part["user_id"].to_list(), 3)) == {index}
+        assert set(part["surface"]) == {"home"}
+        for row in part.iter_rows(named=True):
+            mine = want.filter(pl.col("user_id") == row["user_id"])
+            assert [i["item_id"] for i in row["items"]] == mine["item_id"].to_list()
+            assert [i["score"] for i in row["items"]] == pytest.approx(mine["score"].to_list())
+            seen += 1
+    assert seen == want["user_id"].n_unique()
+    assert (to / "_SUCCESS").exists()
+    assert "not empty" in nightshelf(*args, check=2).err

@@ -139,6 +139,19 @@ def test_attention_in_chunks_of_prompts_equals_attention_in_one(torch_backend, m
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("prefix", [(), (4, 9, 2)], ids=["no prefix", "prefix"])
+def test_nodes_laid_out_as_on_a_gpu_score_the_same(torch_backend, prefix, monkeypatch):
+    """One pass, and one block over all prompts; a CPU's passes of few rows, and their seams."""
+    trie, index, prompts, sets = setting()
+    want = score(torch_backend, trie, index, prompts, sets, prefix=prefix)
+    monkeypatch.setattr("engine.torch_backend.passes.ROWS_PER_THREAD", 16)
+    few = score(torch_backend, trie, index, prompts, sets, prefix=prefix)
+    torch.testing.assert_close(few, want, rtol=0, atol=1e-5)
+    monkeypatch.setattr("engine.torch_backend.passes._on_cpu", lambda context: False)
+    whole = score(torch_backend, trie, index, prompts, sets, prefix=prefix)
+    torch.testing.assert_close(whole, want, rtol=0, atol=1e-5)
+
+
 def test_weights_that_are_missing_are_refused(tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -42,6 +42,9 @@ def compare(args: argparse.Namespace, pipeline: Pipeline | None) -> dict[str, An
         torch.set_num_threads(args.threads)
     sizes: Sizes = args.sizes
     cases = [c for c in make_cases(sizes) if fnmatch(c.name, args.only or "*")]
+    if not cases:
+        names = ", ".join(case.name for case in make_cases(sizes))
+        raise SystemExit(f"--only {args.only}: no case has such a name; they are {names}")
     with tempfile.TemporaryDirectory(prefix="nightshelf-bench-") as folder, ExitStack() as stack:
         checkpoint = _checkpoint(args, Path(folder))
         say(checkpoint.label)

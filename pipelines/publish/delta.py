@@ -21,10 +21,12 @@ from deltalake import CommitProperties, DeltaTable, Schema, WriterProperties, wr
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from pipelines import files
 from pipelines.publish.columns import check_columns, missing_columns
+from pipelines.publish.names import partition_name
 from pipelines.publish.pointer import conflict
 from pipelines.publish.rows import RunRows, rows_per_group, with_partition
-from schemas.errors import ConfigError, StorageError, quoted
+from schemas.errors import ConfigError, NightshelfError, StorageError, quoted
 from schemas.runs import Published
 from schemas.settings import RunConfig
 
@@ -32,7 +34,7 @@ _STAMP = "nightshelf."
 _BATCH_ROWS = 8192
 _retried = retry(
     retry=retry_if_exception_type(CommitFailedError),
-    wait=wait_random_exponential(multiplier=0.1, max=5.0),
+    wait=wait_random_exponential(multiplier=0.05, max=5.0),
     stop=stop_after_attempt(10),
     reraise=True,
 )
@@ -77,18 +79,35 @@ class DeltaLakeTable:
             base = self._state(table)
             if _is_current(base, rows.plan.run_id) and (done := self._published(table, base)):
                 return done
+            there = pa.schema(table.schema().to_arrow())
+            others = [field for field in there if field.name not in schema.names]
+            for field in others:  # columns of other tasks; delta-rs wants them all
+                schema = schema.append(field)
+
+            broken: list[NightshelfError] = []
 
             def batches() -> Iterator[pa.RecordBatch]:
-                for _, part in rows.shards():
-                    whole = with_partition(part, self.ds, self.surface)
-                    yield from whole.to_batches(max_chunksize=_BATCH_ROWS)
+                try:
+                    for _, part in rows.shards():
+                        whole = with_partition(part, self.ds, self.surface)
+                        for field in others:
+                            whole = whole.append_column(field, pa.nulls(len(whole), field.type))
+                        yield from whole.to_batches(max_chunksize=_BATCH_ROWS)
+                except NightshelfError as err:
+                    broken.append(err)  # delta-rs turns it into a text
+                    raise
 
-            return self._commit(
-                base,
-                rows.plan.run_id,
-                rows.rows,
-                lambda: pa.RecordBatchReader.from_batches(schema, batches()),
-            )
+            try:
+                return self._commit(
+                    base,
+                    rows.plan.run_id,
+                    rows.rows,
+                    lambda: pa.RecordBatchReader.from_batches(schema, batches()),
+                )
+            except Exception as err:
+                if broken:
+                    raise broken[0] from err
+                raise
 
     def restore(self, old: Published) -> Published:
         """Write the partition again as an older version has it; see `PublishedTable.restore`."""
@@ -253,7 +272,7 @@ class DeltaLakeTable:
         runs = table.to_pyarrow_dataset().head(1, columns=["run_id"], filter=mine)
         return Published(
             table=self.path,
-            partition=f"ds={self.ds}, surface={self.surface}",
+            partition=files.join(self.path, partition_name(self.ds, self.surface)),
             files=tuple(sorted(state.paths)),
             rows=state.rows,
             run_id=runs["run_id"][0].as_py(),
@@ -264,7 +283,7 @@ class DeltaLakeTable:
         at = datetime.fromtimestamp(stamp["timestamp"] / 1000, UTC)
         return Published(
             table=self.path,
-            partition=f"ds={self.ds}, surface={self.surface}",
+            partition=files.join(self.path, partition_name(self.ds, self.surface)),
             files=paths,
             rows=rows,
             run_id=stamp[f"{_STAMP}run_id"],

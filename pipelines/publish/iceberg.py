@@ -36,11 +36,12 @@ from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_of
 from pyiceberg.transforms import IdentityTransform
 from sqlalchemy import URL
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from pipelines import files
 from pipelines.publish.columns import check_columns, missing_columns
+from pipelines.publish.names import partition_name
 from pipelines.publish.pointer import conflict
 from pipelines.publish.rows import RunRows, with_partition, write_rows
 from schemas.errors import ConfigError, NightshelfError, StorageError, quoted
@@ -52,6 +53,7 @@ _STAMP = "nightshelf."
 _BUSY = (
     CommitFailedException,
     CommitStateUnknownException,
+    IntegrityError,  # two made the namespace
     OperationalError,
     ServerError,
     ServiceUnavailableError,
@@ -59,7 +61,7 @@ _BUSY = (
 )
 _retried = retry(
     retry=retry_if_exception_type(_BUSY),
-    wait=wait_random_exponential(multiplier=0.1, max=5.0),
+    wait=wait_random_exponential(multiplier=0.05, max=5.0),
     stop=stop_after_attempt(10),
     reraise=True,
 )
@@ -275,7 +277,9 @@ class IcebergTable:
         runs = table.scan(self._where, selected_fields=("run_id",), limit=1).to_arrow()
         return Published(
             table=self._output.table_name,
-            partition=f"ds={self._ds}, surface={self._surface}",
+            partition=files.join(
+                self._output.table_name, partition_name(self._ds, self._surface)
+            ),
             files=tuple(sorted(state.paths)),
             rows=state.rows,
             run_id=runs["run_id"][0].as_py(),
@@ -287,7 +291,9 @@ class IcebergTable:
         at = datetime.fromtimestamp(stamp.timestamp_ms / 1000, UTC)
         return Published(
             table=self._output.table_name,
-            partition=f"ds={self._ds}, surface={self._surface}",
+            partition=files.join(
+                self._output.table_name, partition_name(self._ds, self._surface)
+            ),
             files=paths,
             rows=rows,
             run_id=stamp.summary[f"{_STAMP}run_id"] or "",

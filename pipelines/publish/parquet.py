@@ -99,7 +99,20 @@ class ParquetTable:
             self._settle(old)  # a crash may have left that undone
             return self._published(old)
         generation = 1 if old is None else old.generation + 1
-        token = uuid.uuid4().hex
+        try:
+            return self._publish(rows, generation)
+        except (ConflictError, StorageError) as err:
+            # Who comes first removes what the others have written up to then.
+            now = pointers.latest(self._pointers)
+            if now is None or now.generation < generation:
+                raise
+            self._settle(now)
+            if (now.run_id, now.layout) == (run_id, layout):
+                return self._published(now)
+            raise pointers.conflict(self.ds, self.surface, self.partition) from err
+
+    def _publish(self, rows: RunRows, generation: int) -> Published:
+        run_id, token = rows.plan.run_id, uuid.uuid4().hex
         waiting = self._waiting(f"{generation:08d}-{token}")
         written = self._write(rows, f"part-{generation:08d}-{run_id}", waiting)
         new = Pointer(
@@ -108,23 +121,20 @@ class ParquetTable:
             run_id=run_id,
             ds=self.ds,
             surface=self.surface,
-            layout=layout,
+            layout=rows.plan.config.output.layout,
             partition=partition_name(self.ds, self.surface),
             files=written,
             rows=sum(file.rows for file in written),
             published_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         )
-        if pointers.generations(self._pointers)[:1] in ([], [generation - 1]):
-            self._remove_success()
-            if waiting is not None:
-                self._move_in(waiting, new)
-            try:
-                pointers.create(self._pointers, new)
-            except ConflictError:
-                return self._yield_to_the_winner(new)
-            self._settle(new)
-            return self._published(new)
-        return self._yield_to_the_winner(new)
+        if pointers.generations(self._pointers)[:1] not in ([], [generation - 1]):
+            raise pointers.conflict(self.ds, self.surface, self.partition)  # before it is seen
+        self._remove_success()
+        if waiting is not None:
+            self._move_in(waiting, new)
+        pointers.create(self._pointers, new)
+        self._settle(new)
+        return self._published(new)
 
     def restore(self, old: Published) -> Published:
         """A Parquet table holds one set of rows; raises `StorageError`."""
@@ -211,15 +221,6 @@ class ParquetTable:
     def _remove_success(self) -> None:
         pointers.remove_if_there(files.join(self.partition, SUCCESS))
 
-    def _yield_to_the_winner(self, mine: Pointer) -> Published:
-        """Leave the partition to whoever was first; that may have been this run itself."""
-        now = pointers.latest(self._pointers)
-        assert now is not None, "a conflict is with a pointer"
-        self._settle(now)
-        if (now.run_id, now.layout) == (mine.run_id, mine.layout):
-            return self._published(now)
-        raise pointers.conflict(self.ds, self.surface, self.partition)
-
     def _whole(self, pointer: Pointer) -> bool:
         there = set(files.list_names(self.partition))
         return all(file.name in there for file in pointer.files)
@@ -240,7 +241,7 @@ class ParquetTable:
             if name.startswith("new-") and _generation(name) <= pointer.generation:
                 shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
         if not later:
-            files.write_bytes(files.join(self.partition, SUCCESS), b"")
+            _touch(files.join(self.partition, SUCCESS))
 
     def _published(self, pointer: Pointer) -> Published:
         return Published(
@@ -268,6 +269,16 @@ def _generation(name: str) -> int:
     """The generation in a file's name; 0 for files that carry none."""
     match = _GENERATION.match(name)
     return int(match[1]) if match else 0
+
+
+@files.retried
+def _touch(path: str) -> None:
+    """Create an empty file, which needs no draft: it is whole when it appears."""
+    fs, inside = files.filesystem(path)
+    try:
+        fs.pipe_file(inside, b"")
+    except OSError as err:
+        raise StorageError("a file could not be written", got=str(err), where=path) from err
 
 
 @files.retried

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,19 +132,6 @@ def expected(run: Run) -> pl.DataFrame:
     return frame.sort("user_id", "rank") if "rank" in frame.columns else frame.sort("user_id")
 
 
-class Interrupted(RunRows):
-    """Rows of a run during whose publish something else happens, before its first row is read."""
-
-    __slots__ = ()
-
-    def shards(self) -> Iterator[tuple[int, pa.Table]]:
-        for what in MEANWHILE:
-            MEANWHILE.remove(what)
-            what()
-        yield from super().shards()
-
-
-MEANWHILE: list[Any] = []
 
 
 def save(run: Run, path: Path) -> None:
@@ -162,3 +151,44 @@ def load(path: str | Path) -> Run:
     found = json.loads(Path(path).read_text())
     receipts = [ShardReceipt.model_validate(r) for r in found["receipts"]]
     return RunPlan.model_validate(found["plan"]), receipts
+
+
+MEANWHILE: list[Run] = []  # runs that are published while another one is
+
+
+class Interrupted(RunRows):
+    """Rows of a run; the others are published between its first shard and its second."""
+
+    __slots__ = ()
+
+    def shards(self) -> Iterator[tuple[int, pa.Table]]:
+        for number, shard in enumerate(super().shards()):
+            while number == 1 and MEANWHILE:
+                other = MEANWHILE.pop(0)
+                if self.plan.config.output.format == "delta":
+                    # delta-rs asks for rows from a thread of its own, where it cannot be called.
+                    publish_elsewhere(other)
+                else:
+                    publish_run(*other)
+            yield shard
+
+
+def publish_while(run: Run, *others: Run) -> None:
+    """Publish a run, and others in the middle of it."""
+    plan, receipts = run
+    MEANWHILE[:] = others
+    open_table(plan.config).replace(Interrupted(plan=plan, receipts=tuple(receipts)))
+    assert not MEANWHILE, "the others were never published"
+
+
+def publish_elsewhere(*runs: Run) -> list[str]:
+    """Publish runs at once, each in a process; what became of each."""
+    paths = [f"{plan.run_dir}/run.json" for plan, _ in runs]
+    for run, path in zip(runs, paths, strict=True):
+        save(run, Path(path))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.publish.processes", "together", *paths],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()

@@ -19,6 +19,7 @@ from engine.tokenizer import check_model, load_tokenizer
 from pipelines import files
 from pipelines.eligibility import check_types
 from pipelines.items import describe_items, items_contract, list_items
+from pipelines.publish import check_output
 from schemas.eligibility import user_columns
 from schemas.errors import ConfigError, EngineError, StorageError, TableError
 from schemas.runs import InputFile, InputTable, RunPlan
@@ -64,6 +65,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         check_types(config.task.eligible, schemas["users"], schemas["catalog"])
     check_model(config, load_tokenizer(config))
     _check_writable(config)
+    check_output(config)
 
     hashes = {
         "config": _hash_config(config),

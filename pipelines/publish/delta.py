@@ -79,34 +79,12 @@ class DeltaLakeTable:
             base = self._state(table)
             if _is_current(base, rows.plan.run_id) and (done := self._published(table, base)):
                 return done
-            there = pa.schema(table.schema().to_arrow())
-            others = [field for field in there if field.name not in schema.names]
-            for field in others:  # columns of other tasks; delta-rs wants them all
-                schema = schema.append(field)
-
-            broken: list[NightshelfError] = []
-
-            def batches() -> Iterator[pa.RecordBatch]:
-                try:
-                    for _, part in rows.shards():
-                        whole = with_partition(part, self.ds, self.surface)
-                        for field in others:
-                            whole = whole.append_column(field, pa.nulls(len(whole), field.type))
-                        yield from whole.to_batches(max_chunksize=_BATCH_ROWS)
-                except NightshelfError as err:
-                    broken.append(err)  # delta-rs turns it into a text
-                    raise
-
+            stream = _Stream(rows, pa.schema(table.schema().to_arrow()))
             try:
-                return self._commit(
-                    base,
-                    rows.plan.run_id,
-                    rows.rows,
-                    lambda: pa.RecordBatchReader.from_batches(schema, batches()),
-                )
+                return self._commit(base, rows.plan.run_id, rows.rows, stream.open)
             except Exception as err:
-                if broken:
-                    raise broken[0] from err
+                if stream.broken is not None:  # delta-rs made a text of it
+                    raise stream.broken from err
                 raise
 
     def restore(self, old: Published) -> Published:
@@ -165,10 +143,14 @@ class DeltaLakeTable:
 
     @contextmanager
     def _as_ours(self) -> Iterator[None]:
-        """Turn the library's errors into ours."""
+        """Turn the library's errors into ours. Where rows could not be read, it raises a plain
+        `Exception`.
+        """
         try:
             yield
-        except (DeltaError, OSError, pa.ArrowException) as err:
+        except NightshelfError:
+            raise
+        except Exception as err:
             raise StorageError(
                 f"the Delta table could not be used: {type(err).__name__}",
                 got=quoted(str(err).strip().partition("\n")[0]),
@@ -298,6 +280,36 @@ class DeltaLakeTable:
             got=f"run {old.run_id}, version {old.version}",
             where=self.path,
         )
+
+
+class _Stream:
+    """A run's rows with all columns of the table, a batch at a time, anew for each try."""
+
+    def __init__(self, rows: RunRows, there: pa.Schema) -> None:
+        self.broken: NightshelfError | None = None
+        self._rows = rows
+        mine = self._whole(rows.schema().empty_table()).schema
+        # Columns of other tasks, which delta-rs wants as well.
+        self._others = [field for field in there if field.name not in mine.names]
+        self._schema = pa.schema([*mine, *self._others])
+
+    def open(self) -> pa.RecordBatchReader:
+        """A reader from the first row on."""
+        return pa.RecordBatchReader.from_batches(self._schema, self._batches())
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        try:
+            for _, part in self._rows.shards():
+                table = self._whole(part)
+                for field in self._others:
+                    table = table.append_column(field, pa.nulls(len(table), field.type))
+                yield from table.to_batches(max_chunksize=_BATCH_ROWS)
+        except NightshelfError as err:
+            self.broken = err
+            raise
+
+    def _whole(self, part: pa.Table) -> pa.Table:
+        return with_partition(part, self._rows.plan.ds, self._rows.plan.surface)
 
 
 def _is_current(state: _State, run_id: str) -> bool:

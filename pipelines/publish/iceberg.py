@@ -15,32 +15,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import pyarrow as pa
-from pyiceberg.catalog import Catalog, load_catalog
-from pyiceberg.exceptions import (
-    CommitFailedException,
-    CommitStateUnknownException,
-    NoSuchTableError,
-    NotInstalledError,
-    ServerError,
-    ServiceUnavailableError,
-    TableAlreadyExistsError,
-    TooManyRequestsError,
-    ValidationException,
-)
+from pyiceberg.catalog import Catalog
+from pyiceberg.exceptions import NotInstalledError, ValidationException
 from pyiceberg.expressions import And, BooleanExpression, EqualTo, Reference
 from pyiceberg.expressions.literals import literal
 from pyiceberg.table import Table
 from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_of
-from pyiceberg.transforms import IdentityTransform
-from sqlalchemy import URL
-from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
-from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from sqlalchemy.exc import SQLAlchemyError
 
 from pipelines import files
-from pipelines.publish.columns import check_columns, missing_columns
+from pipelines.publish.columns import check_columns
+from pipelines.publish.iceberg_catalog import (
+    check_partitions,
+    load_table,
+    local_root,
+    open_catalog,
+    retried,
+    table_for,
+)
 from pipelines.publish.names import partition_name
 from pipelines.publish.pointer import conflict
 from pipelines.publish.rows import RunRows, with_partition, write_rows
@@ -49,30 +43,6 @@ from schemas.runs import Published
 from schemas.settings import OutputSettings, RunConfig
 
 _STAMP = "nightshelf."
-# A commit about another partition came between, or the catalog is busy: asking again may do.
-_BUSY = (
-    CommitFailedException,
-    CommitStateUnknownException,
-    IntegrityError,  # two made the namespace
-    OperationalError,
-    ServerError,
-    ServiceUnavailableError,
-    TooManyRequestsError,
-)
-_retried = retry(
-    retry=retry_if_exception_type(_BUSY),
-    wait=wait_random_exponential(multiplier=0.05, max=5.0),
-    stop=stop_after_attempt(10),
-    reraise=True,
-)
-_PROPERTIES = {
-    # Whole values, so that a delete by partition never has to open a file.
-    "write.metadata.metrics.column.ds": "full",
-    "write.metadata.metrics.column.surface": "full",
-    "write.metadata.metrics.column.run_id": "full",
-    "write.metadata.delete-after-commit.enabled": "true",
-    "write.parquet.compression-codec": "zstd",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +63,13 @@ class IcebergTable:
     def current(self) -> Published | None:
         """What the current snapshot says; see `PublishedTable.current`."""
         with self._open() as catalog:
-            table = _load(catalog, self._output.table_name)
+            table = load_table(catalog, self._output.table_name)
             return None if table is None else self._published(table, self._state(table))
 
     def history(self) -> list[Published]:
         """Publishes among the snapshots that the table keeps, the newest first."""
         with self._open() as catalog:
-            table = _load(catalog, self._output.table_name)
+            table = load_table(catalog, self._output.table_name)
             if table is None:
                 return []
             stamps = [s for s in self._stamps(table) if _operation(s) is Operation.APPEND]
@@ -109,7 +79,7 @@ class IcebergTable:
         """Publish a run's rows; see `PublishedTable.replace`."""
         with self._open() as catalog:
             schema = with_partition(rows.schema().empty_table(), self._ds, self._surface).schema
-            table = _table_for(catalog, self._output.table_name, schema)
+            table = table_for(catalog, self._output.table_name, schema)
             base = self._state(table)
             run_id = rows.plan.run_id
             if _is_current(base, run_id) and (done := self._published(table, base)):
@@ -120,7 +90,7 @@ class IcebergTable:
     def restore(self, old: Published) -> Published:
         """Make an older snapshot's files of the partition current; see `PublishedTable.restore`."""
         with self._open() as catalog:
-            table = _load(catalog, self._output.table_name)
+            table = load_table(catalog, self._output.table_name)
             snapshot = None if table is None else table.snapshot_by_id(int(old.version))
             if table is None or snapshot is None:
                 raise self._gone(old)
@@ -141,7 +111,7 @@ class IcebergTable:
     ) -> pa.Table:
         """Rows of the current snapshot; see `PublishedTable.read`."""
         with self._open() as catalog:
-            table = _load(catalog, self._output.table_name)
+            table = load_table(catalog, self._output.table_name)
             if table is None or self._published(table, self._state(table)) is None:
                 raise StorageError(
                     "nothing is published",
@@ -156,12 +126,12 @@ class IcebergTable:
     def check(self, config: RunConfig) -> None:
         """See `check_output`. Creates nothing."""
         default = not self._output.catalog
-        if default and not os.path.exists(f"{_local_root(self._output)}/catalog.db"):
+        if default and not os.path.exists(f"{local_root(self._output)}/catalog.db"):
             return
         with self._open() as catalog:
-            table = _load(catalog, self._output.table_name)
+            table = load_table(catalog, self._output.table_name)
             if table is not None:
-                _check_partitions(table)
+                check_partitions(table)
                 check_columns(config, table.schema().as_arrow(), self._output.table_name)
 
     @property
@@ -172,7 +142,7 @@ class IcebergTable:
     def _open(self) -> Iterator[Catalog]:
         """The catalog; its errors become ours. They share no base but `Exception`."""
         try:
-            catalog = _open_catalog(self._output)
+            catalog = open_catalog(self._output)
             try:
                 yield catalog
             finally:
@@ -235,7 +205,7 @@ class IcebergTable:
         stamp = {"run_id": run_id, "ds": self._ds, "surface": self._surface, "rows": str(rows)}
         properties = {f"{_STAMP}{key}": value for key, value in stamp.items()}
 
-        @_retried
+        @retried
         def commit() -> bool:
             table = catalog.load_table(self._output.table_name)
             now = self._state(table)
@@ -277,9 +247,7 @@ class IcebergTable:
         runs = table.scan(self._where, selected_fields=("run_id",), limit=1).to_arrow()
         return Published(
             table=self._output.table_name,
-            partition=files.join(
-                self._output.table_name, partition_name(self._ds, self._surface)
-            ),
+            partition=files.join(self._output.table_name, partition_name(self._ds, self._surface)),
             files=tuple(sorted(state.paths)),
             rows=state.rows,
             run_id=runs["run_id"][0].as_py(),
@@ -291,9 +259,7 @@ class IcebergTable:
         at = datetime.fromtimestamp(stamp.timestamp_ms / 1000, UTC)
         return Published(
             table=self._output.table_name,
-            partition=files.join(
-                self._output.table_name, partition_name(self._ds, self._surface)
-            ),
+            partition=files.join(self._output.table_name, partition_name(self._ds, self._surface)),
             files=paths,
             rows=rows,
             run_id=stamp.summary[f"{_STAMP}run_id"] or "",
@@ -338,85 +304,3 @@ def _first_line(error: BaseException) -> str:
     if isinstance(error, SQLAlchemyError) and error.args:
         return quoted(str(error.args[0]))  # without the statement and its parameters
     return quoted(str(error).strip().partition("\n")[0])
-
-
-def _local_root(output: OutputSettings) -> str:
-    local = files.local_path(output.path)
-    if local is None:
-        raise ConfigError(
-            "output.catalog is missing",
-            expected="a catalog for a table that is not on a local disk",
-            got=quoted(output.path),
-            do="The default catalog, SQLite, needs a local output.path.",
-        )
-    return local
-
-
-@_retried
-def _open_catalog(output: OutputSettings) -> Catalog:
-    """The configured catalog, or SQLite in the output folder.
-
-    Raises:
-        ConfigError: the table is remote and no catalog is given.
-    """
-    given = {key: _text(value) for key, value in output.catalog.items()}
-    name = given.pop("name", "nightshelf")
-    if output.catalog:
-        if given.get("type") in ("sql", "glue", "hive", "dynamodb"):
-            local = files.local_path(output.path)
-            given.setdefault("warehouse", output.path if local is None else f"file://{local}")
-        return load_catalog(name, **given)
-    root = _local_root(output)
-    os.makedirs(root, exist_ok=True)
-    uri = URL.create("sqlite", database=f"{root}/catalog.db").render_as_string()
-    return load_catalog(name, type="sql", uri=uri, warehouse=f"file://{root}")
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _load(catalog: Catalog, name: str) -> Table | None:
-    try:
-        return catalog.load_table(name)
-    except NoSuchTableError:
-        return None
-
-
-@_retried
-def _table_for(catalog: Catalog, name: str, schema: pa.Schema) -> Table:
-    """The table, created or widened for these columns.
-
-    Raises:
-        ConfigError: it has other partitions, or columns of other types.
-    """
-    table = _load(catalog, name)
-    if table is None:
-        catalog.create_namespace_if_not_exists(name.rpartition(".")[0])
-        with suppress(TableAlreadyExistsError):  # somebody was faster
-            tx = catalog.create_table_transaction(name, schema, properties=_PROPERTIES)
-            with tx.update_spec() as spec:
-                spec.add_identity("ds").add_identity("surface")
-            with tx.update_sort_order() as order:
-                order.asc("user_id", IdentityTransform())
-            tx.commit_transaction()
-        table = catalog.load_table(name)
-    _check_partitions(table)
-    if missing := missing_columns(table.schema().as_arrow(), schema, name):
-        with table.update_schema() as update:
-            update.union_by_name(pa.schema(missing))
-    return table
-
-
-def _check_partitions(table: Table) -> None:
-    fields = table.spec().fields
-    names = sorted(table.schema().find_field(field.source_id).name for field in fields)
-    if names != ["ds", "surface"] or not all(
-        isinstance(field.transform, IdentityTransform) for field in fields
-    ):
-        raise ConfigError(
-            "the Iceberg table has other partitions",
-            expected="partitioned by the values of ds and surface",
-            got=quoted(str(table.spec())),
-            where=".".join(table.name()),
-        )

@@ -132,8 +132,6 @@ def expected(run: Run) -> pl.DataFrame:
     return frame.sort("user_id", "rank") if "rank" in frame.columns else frame.sort("user_id")
 
 
-
-
 def save(run: Run, path: Path) -> None:
     """A run as a file, for another process."""
     plan, receipts = run

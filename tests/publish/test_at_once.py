@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from pipelines.publish import open_table, publish_run, read_current
+from pipelines.publish import publish_run, read_current
 from schemas.errors import ConflictError
 from tests.publish.runs import (
     DS,

@@ -19,7 +19,7 @@ from pipelines.audit import audit_run
 from pipelines.plan import plan_run
 from pipelines.prepare import is_prepared, prepare_run, shards_of
 from pipelines.profile import published_marker
-from pipelines.publish import publish_run
+from pipelines.publish import publish_quarantine, publish_run
 from pipelines.publish.parquet import record_path
 from pipelines.run_shard import load_receipt
 from schemas.errors import AuditRefusedError, RunError, StorageError, quoted
@@ -185,9 +185,18 @@ def publish_step(plan: RunPlan, progress: Progress, clock: Clock) -> RunManifest
     audit = _passed_audit(plan, receipts)
     progress.step("publish")
     published = publish_run(plan, receipts)
+    quarantine = publish_quarantine(plan, receipts)
     record = {"ds": plan.ds, "surface": plan.surface, "published_at": time.time()}
     files.write_json(published_marker(plan.run_dir), record)
-    return _write_manifest(plan, clock, "published", receipts, audit=audit, published=published)
+    return _write_manifest(
+        plan,
+        clock,
+        "published",
+        receipts,
+        audit=audit,
+        published=published,
+        quarantine=quarantine,
+    )
 
 
 def _all_receipts(plan: RunPlan) -> list[ShardReceipt]:
@@ -259,6 +268,7 @@ def _write_manifest(
     failed: dict[int, str] | None = None,
     audit: AuditReport | None = None,
     published: Published | None = None,
+    quarantine: Published | None = None,
 ) -> RunManifest:
     manifest = RunManifest(
         plan=plan,
@@ -268,6 +278,7 @@ def _write_manifest(
         failed_shards=failed or {},
         audit=audit,
         published=published,
+        published_quarantine=quarantine,
         started_at=clock.started_at.isoformat(timespec="seconds"),
         finished_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         seconds=clock.seconds,

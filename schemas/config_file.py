@@ -124,6 +124,11 @@ def _section_at(loc: list[str]) -> type[BaseModel] | None:
     return section
 
 
+def _output_paths(config: RunConfig) -> tuple[str, ...]:
+    """Settings of `output` that are paths; an Iceberg table has a name."""
+    return ("path",) if config.output.format == "iceberg" else ("path", "quarantine")
+
+
 def _resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     def full(value: str | None) -> str | None:
         if value is None:
@@ -140,7 +145,7 @@ def _resolve_paths(config: RunConfig, base: Path) -> RunConfig:
         update={
             "engine": rebased(config.engine, "model", "projector"),
             "inputs": rebased(config.inputs, *InputSettings.model_fields),
-            "output": rebased(config.output, "path"),
+            "output": rebased(config.output, *_output_paths(config)),
             "run": rebased(config.run, "work_dir", "metrics_dir"),
         }
     )

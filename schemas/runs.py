@@ -223,6 +223,7 @@ class RunManifest(_Record):
     failed_shards: dict[int, str] = {}
     audit: AuditReport | None = None
     published: Published | None = None
+    published_quarantine: Published | None = None
     started_at: str
     finished_at: str
     seconds: float

@@ -266,6 +266,9 @@ class OutputSettings(_Section):
     table: str | None = Field(
         None, description="Iceberg: namespace.table; default nightshelf.recommendations"
     )
+    quarantine: str | None = Field(
+        None, description="Root of a table for the quarantine; Iceberg: its namespace.table"
+    )
     catalog: dict[str, str | bool | int | float] = Field(
         {}, description="Iceberg: pyiceberg catalog properties, without credentials"
     )

@@ -10,7 +10,7 @@ from schemas.errors import ConfigError, quoted
 from schemas.runs import Published, RunPlan, ShardReceipt
 from schemas.settings import RunConfig
 
-__all__ = ["check_output", "open_table", "publish_run", "read_current"]
+__all__ = ["check_output", "open_table", "publish_quarantine", "publish_run", "read_current"]
 
 
 def publish_run(plan: RunPlan, receipts: list[ShardReceipt]) -> Published:
@@ -27,8 +27,21 @@ def publish_run(plan: RunPlan, receipts: list[ShardReceipt]) -> Published:
     return open_table(plan.config, ds=plan.ds).replace(rows)
 
 
-def open_table(config: RunConfig, *, ds: str | None = None) -> PublishedTable:
-    """The partition of a configuration's date and surface.
+def publish_quarantine(plan: RunPlan, receipts: list[ShardReceipt]) -> Published | None:
+    """Publish the rows that a run set aside to `output.quarantine`; None where there is none.
+
+    Raises: as `publish_run`.
+    """
+    if plan.config.output.quarantine is None:
+        return None
+    rows = RunRows(plan=plan, receipts=tuple(receipts), quarantine=True)
+    return open_table(plan.config, ds=plan.ds, quarantine=True).replace(rows)
+
+
+def open_table(
+    config: RunConfig, *, ds: str | None = None, quarantine: bool = False
+) -> PublishedTable:
+    """The partition of a configuration's date and surface, of the table or of its quarantine.
 
     Raises:
         ConfigError: no date, or the format's package is not installed.
@@ -37,6 +50,10 @@ def open_table(config: RunConfig, *, ds: str | None = None) -> PublishedTable:
     if ds is None:
         raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
     output = config.output
+    if quarantine:
+        assert output.quarantine is not None, "asked for only where it is configured"
+        name = "table" if output.format == "iceberg" else "path"
+        output = output.model_copy(update={name: output.quarantine})
     try:
         if output.format == "iceberg":
             from pipelines.publish.iceberg import IcebergTable

@@ -118,7 +118,8 @@ def table_for(catalog: Catalog, name: str, schema: pa.Schema) -> Table:
             with tx.update_spec() as spec:
                 spec.add_identity("ds").add_identity("surface")
             with tx.update_sort_order() as order:
-                order.asc("user_id", IdentityTransform())
+                if "user_id" in schema.names:
+                    order.asc("user_id", IdentityTransform())
             tx.commit_transaction()
         table = catalog.load_table(name)
     check_partitions(table)

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines import files
-from schemas.runs import RunPlan, ShardReceipt
+from schemas.runs import RunPlan, ShardReceipt, StagedFile
 
 _GROUP_BYTES = 64 << 20  # of a row group, before compression
 
@@ -22,12 +22,16 @@ class RunRows:
 
     plan: RunPlan
     receipts: tuple[ShardReceipt, ...]
+    quarantine: bool = False  # the rows that were set aside instead of the result
+
+    def _file(self, receipt: ShardReceipt) -> StagedFile:
+        return receipt.files["quarantine"] if self.quarantine else receipt.result
 
     @property
     def rows(self) -> int:
         """Rows of the published table; one per user in the wide layout."""
-        if self.plan.config.output.layout == "long":
-            return sum(receipt.result.rows for receipt in self.receipts)
+        if self.quarantine or self.plan.config.output.layout == "long":
+            return sum(self._file(receipt).rows for receipt in self.receipts)
         paths = (files.join(self.plan.run_dir, r.result.path) for r in self.receipts)
         firsts = (pc.equal(files.read_parquet(path, ["rank"])["rank"], 1) for path in paths)
         return sum(int(pc.sum(first).as_py() or 0) for first in firsts)
@@ -35,10 +39,12 @@ class RunRows:
     def shards(self) -> Iterator[tuple[int, pa.Table]]:
         """Shards that have rows, in order; the first one, empty, where none has."""
         ordered = sorted(self.receipts, key=lambda receipt: receipt.shard)
-        filled = [receipt for receipt in ordered if receipt.result.rows] or ordered[:1]
+        filled = [receipt for receipt in ordered if self._file(receipt).rows] or ordered[:1]
         for receipt in filled:
-            table = files.read_parquet(files.join(self.plan.run_dir, receipt.result.path))
-            if self.plan.config.output.layout == "wide":
+            table = files.read_parquet(files.join(self.plan.run_dir, self._file(receipt).path))
+            if self.quarantine:
+                table = table.drop_columns(["ds", "surface"])  # they are the partition
+            elif self.plan.config.output.layout == "wide":
                 table = to_wide(table)
             yield receipt.shard, table
 
@@ -91,14 +97,18 @@ def rows_per_group(schema: pa.Schema) -> int:
 def write_rows(stream: Any, table: pa.Table) -> None:
     """Write a Parquet file for point lookups: sorted by user, with statistics of columns and pages.
 
-    The rows are in that order already.
+    The rows are in that order already; those of a quarantine are in none.
     """
-    order = [pq.SortingColumn(table.schema.get_field_index("user_id"))]
+    order = [
+        pq.SortingColumn(place)
+        for place, name in enumerate(table.column_names)
+        if name == "user_id"
+    ]
     pq.write_table(
         table,
         stream,
         compression="zstd",
         row_group_size=max(1, min(len(table), rows_per_group(table.schema))),
-        sorting_columns=order,
+        sorting_columns=order or None,
         write_page_index=True,
     )

@@ -23,15 +23,20 @@ class LabelTokens:
 
 
 class LabelReader:
-    """Label texts and ids as tokens of the model."""
+    """Label texts and ids as tokens of the model.
+
+    The columns are the whole vocabulary, whatever labels there are: were they the labels of a
+    shard, those of one user would change the last bits of another's scores.
+    """
 
     def __init__(self, settings: LabelSettings, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._softmax = settings.softmax
         self.suffix = np.asarray(tokenizer.encode_template(settings.suffix), dtype=np.int64)
-        self._default = [self._token(label) for label in settings.labels]
-        for label, token in zip(settings.labels, self._default, strict=True):
+        self._columns = TokenColumns(np.arange(vocab_size, dtype=np.int64))
+        tokens = [self._token(label) for label in settings.labels]
+        for label, token in zip(settings.labels, tokens, strict=True):
             if token is None:
                 raise EngineError(
                     "a label is not a token of the model",
@@ -39,24 +44,31 @@ class LabelReader:
                     got=quoted(label),
                     where="task.label.labels",
                 )
+        if len(set(tokens)) < len(tokens):
+            raise EngineError(
+                "two labels are the same token",
+                got=quoted(list(settings.labels)),
+                where="task.label.labels",
+            )
+        self._default = np.asarray(tokens, dtype=np.int64)
 
-    def _token(self, label: str | int) -> int | None:
+    def _token(self, label: str | int | None) -> int | None:
         found = self._tokenizer.token_id(label) if isinstance(label, str) else label
         return found if found is not None and 0 <= found < self._vocab_size else None
 
     def read(self, labels: Labels | None, num_users: int) -> LabelTokens:
         """Each user's label tokens; an empty list means the default labels."""
-        default = np.asarray(self._default, dtype=np.int64)
+        default = self._default
         if labels is None:
-            columns = np.unique(default)
-            at = np.tile(np.searchsorted(columns, default), num_users)
-            of_user = Ragged.from_lengths(np.full(num_users, len(default)), at)
-            return LabelTokens(of_user, TokenColumns(columns), [])
+            of_user = Ragged.from_lengths(
+                np.full(num_users, len(default)), np.tile(default, num_users)
+            )
+            return LabelTokens(of_user, self._columns, [])
         user, flat, lengths = self._flat(labels, default)
         rejections = self._rejections(labels, user, flat, lengths)
-        columns = np.unique(np.append(default, np.maximum(flat, 0)))
-        at = np.searchsorted(columns, np.maximum(flat, 0))
-        return LabelTokens(Ragged.from_lengths(lengths, at), TokenColumns(columns), rejections)
+        return LabelTokens(
+            Ragged.from_lengths(lengths, np.maximum(flat, 0)), self._columns, rejections
+        )
 
     def _flat(self, labels: Labels, default: Ints) -> tuple[Ints, Ints, Ints]:
         """User and token of each label, -1 for what is no token; and how many each user has."""
@@ -87,6 +99,6 @@ class LabelReader:
             out += [Rejection(int(u), "label_single", message) for u in single]
         return out
 
-    def _bad_names(self, labels: Labels, user: int) -> list[str | int]:
+    def _bad_names(self, labels: Labels, user: int) -> list[str | int | None]:
         names = [labels.names[i] for i in labels.of_user.row(user)]
         return [name for name in names if self._token(name) is None]

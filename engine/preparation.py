@@ -11,6 +11,7 @@ from engine.labels import LabelTokens
 from engine.packing import PackingBudget, pack_users
 from engine.prompts import PromptSet
 from engine.token_tree import TokenTree
+from schemas.errors import AccountingError
 from schemas.requests import Ints, Ragged, Rejection, UserBatch
 
 
@@ -51,13 +52,18 @@ class Prepared:
 
 
 def same_work(
-    users: UserBatch, prompts: PromptSet, labels: LabelTokens | None, *, items: bool
+    users: UserBatch,
+    prompts: PromptSet,
+    labels: LabelTokens | None,
+    usable: np.ndarray,
+    *,
+    items: bool,
 ) -> Ints:
     """For each user the first one with the same prompt, vector, candidates and limits `[U]`.
 
-    `items`: what a user must not get matters.
+    A user that cannot be used stands for none that can. `items`: what a user must not get matters.
     """
-    parts: list[Ragged | np.ndarray] = [prompts.tokens]
+    parts: list[Ragged | np.ndarray] = [prompts.tokens, usable.astype(np.int64)]
     if users.vectors is not None:
         parts.append(users.vectors)
     if users.candidates is not None:
@@ -78,8 +84,15 @@ def pack_distinct(
     """Packs of the usable users; those that are the same stand together and cost once."""
     kept = np.flatnonzero(usable & (same_as == np.arange(len(same_as))))
     packs = [kept[p] for p in pack_users(prompt_tokens[kept], other_rows[kept], budget)]
-    if len(kept) == usable.sum():
-        return packs
+    if len(kept) < usable.sum():
+        packs = _with_doubles(packs, usable, same_as)
+    if sum(len(pack) for pack in packs) != usable.sum():
+        raise AccountingError("users were lost when they were packed", do="Nothing was kept.")
+    return packs
+
+
+def _with_doubles(packs: list[Ints], usable: np.ndarray, same_as: Ints) -> list[Ints]:
+    """The packs with the users that are the same as one of theirs."""
     users = np.flatnonzero(usable)
     users = users[np.argsort(same_as[users], kind="stable")]
     first = same_as[users]

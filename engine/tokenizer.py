@@ -142,14 +142,27 @@ def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
     if config.sid is not None:
         bind_space(config, tokenizer)
     if config.task.label is not None:
-        for label in config.task.label.labels:
-            if isinstance(label, str) and tokenizer.token_id(label) is None:
-                raise ConfigError(
-                    "a label is not one token of the tokenizer",
-                    expected="labels of one token each, as the model was trained to answer",
-                    got=f"{quoted(label)}, {len(tokenizer.encode_template(label))} tokens",
-                    where="task.label.labels",
-                )
+        _check_labels(config, tokenizer, config.task.label.labels)
+
+
+def _check_labels(config: RunConfig, tokenizer: Tokenizer, labels: tuple[str | int, ...]) -> None:
+    vocab, tokens = vocab_size(config), []
+    for label in labels:
+        token = tokenizer.token_id(label) if isinstance(label, str) else label
+        if token is None or token < 0 or (vocab is not None and token >= vocab):
+            text = f", {len(tokenizer.encode_template(str(label)))} tokens"
+            raise ConfigError(
+                "a label is not one token of the model",
+                expected="texts of one token each, as the model was trained to answer, or ids"
+                + (f" below {vocab}" if vocab else ""),
+                got=quoted(label) + (text if isinstance(label, str) else ""),
+                where="task.label.labels",
+            )
+        tokens.append(token)
+    if len(set(tokens)) < len(tokens):
+        raise ConfigError(
+            "two labels are the same token", got=quoted(list(labels)), where="task.label.labels"
+        )
 
 
 def vocab_size(config: RunConfig) -> int | None:

@@ -125,7 +125,7 @@ class Engine:
         rows = nodes.copy()
         if self._widths:
             rows += rows_per_prompt(self._index, self._widths)
-        same_as = same_work(users, prompts, labels, items=self._config.task.embed is None)
+        same_as = same_work(users, prompts, labels, usable, items=self._config.task.embed is None)
         budget = PackingBudget(self._max_rows, self._config.engine.max_batch_users)
         packs = pack_distinct(prompts.lengths, rows, usable, same_as, budget)
         return Prepared(

@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Any
 
 from jobs.inspect import all_runs
+from pipelines.profile import table_key
 from schemas.config_file import load_config
 from schemas.errors import ConfigError, quoted
 from schemas.settings import RunConfig
@@ -102,7 +103,8 @@ def _states(settings: RunConfig) -> dict[str, str]:
     """The best state that any run of a day has reached, for this surface."""
     states: dict[str, str] = {}
     for run in all_runs(settings.run.work_dir):
-        if run.surface == settings.surface and states.get(run.ds) != "published":
+        mine = (run.surface, run.table) == (settings.surface, table_key(settings))
+        if mine and states.get(run.ds) != "published":
             states[run.ds] = "published" if run.status == "replaced" else run.status
     return states
 

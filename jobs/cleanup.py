@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +48,11 @@ def clean_up(work_dir: str, *, keep: int, older_than_days: float, dry_run: bool)
     for run in runs:
         heavy = [Path(run.run_dir) / name for name in _HEAVY]
         present = [folder for folder in heavy if folder.is_dir()]
-        if not present or run.run_dir in kept or _days_idle(run.run_dir) < older_than_days:
+        if run.status == "unreadable" or not present or run.run_dir in kept:
             continue
-        size = sum(p.stat().st_size for f in present for p in f.rglob("*") if p.is_file())
+        if _days_idle(run.run_dir) < older_than_days:
+            continue
+        size = sum(_size(folder) for folder in present)
         if not dry_run and not _remove(run.run_dir, present):
             continue
         removed.append(Removed(run_id=run.run_id, status=run.status, bytes=size))
@@ -58,13 +61,13 @@ def clean_up(work_dir: str, *, keep: int, older_than_days: float, dry_run: bool)
 
 def _kept(runs: list[RunStatus], keep: int) -> set[str]:
     """Folders of the runs that partitions hold, and of the latest `keep` before each."""
-    partitions: dict[tuple[str, str], list[tuple[bool, float, str]]] = {}
+    partitions: dict[tuple[str, str, str], list[tuple[bool, float, str]]] = {}
     for run in runs:
         marker = published_marker(run.run_dir)
         if files.exists(marker):
             at = float(files.read_json(marker)["published_at"])
             entry = (run.status == "published", at, run.run_dir)
-            partitions.setdefault((run.ds, run.surface), []).append(entry)
+            partitions.setdefault((run.table, run.ds, run.surface), []).append(entry)
     return {
         folder
         for entries in partitions.values()
@@ -74,15 +77,27 @@ def _kept(runs: list[RunStatus], keep: int) -> set[str]:
 
 def _days_idle(run_dir: str) -> float:
     """Days since anything was written in a run's folder."""
-    latest = max(p.stat().st_mtime for p in Path(run_dir).rglob("*"))
-    return (time.time() - latest) / _DAY_S
+    times = [0.0]
+    for path in Path(run_dir).rglob("*"):
+        with suppress(FileNotFoundError):  # a run at work renames its temporary files
+            times.append(path.stat().st_mtime)
+    return (time.time() - max(times)) / _DAY_S
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def _remove(run_dir: str, folders: list[Path]) -> bool:
     """Under the partition's lock, so that no run is at work there; False when one is."""
     try:
         with FileLock(lock_path(load_plan(run_dir)), timeout=0):
-            for folder in folders:
+            for folder in folders:  # first what says that a folder is whole
+                (folder / "_done").unlink(missing_ok=True)
                 shutil.rmtree(folder)
     except Timeout:
         return False

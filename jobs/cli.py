@@ -87,7 +87,7 @@ def run(
             manifest = run_job(settings, LocalLauncher(), progress)
         print_summary(manifest, output)
 
-    guard(body, output, debug)
+    guard(body, output, debug, log_format)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from pipelines import files
 from pipelines.catalog import Catalog, is_saved
 from pipelines.items import catalog_dir, open_items
 from pipelines.prepare import shard_of, shards_of
+from pipelines.profile import published_marker, table_key
 from pipelines.publish import open_table
 from pipelines.run_shard import load_receipt
 from schemas.errors import ConfigError, StorageError, quoted
@@ -25,7 +26,8 @@ class RunStatus:
     """How far a run is."""
 
     run_id: str
-    status: str  # planned, scoring, scored, published, failed, refused
+    status: str  # planned, scoring, scored, published, replaced, failed, refused, unreadable
+    table: str  # which it publishes to
     ds: str
     surface: str
     shards_done: int
@@ -45,11 +47,12 @@ def run_status(run_dir: str) -> RunStatus:
     if files.exists(manifest_path(run_dir)):
         manifest: dict[str, Any] = files.read_json(manifest_path(run_dir))
         state, seconds = manifest["status"], manifest["seconds"]
-        if state == "published" and _current_run(plan) != plan.run_id:
-            state = "replaced"
+    if files.exists(published_marker(run_dir)):  # whatever was tried with it since
+        state = "published" if _current_run(plan) == plan.run_id else "replaced"
     return RunStatus(
         run_id=plan.run_id,
         status=state,
+        table=table_key(plan.config),
         ds=plan.ds,
         surface=plan.surface,
         shards_done=len(receipts),
@@ -73,7 +76,26 @@ def all_runs(work_dir: str) -> list[RunStatus]:
     if not fs.isdir(inside):
         return []
     folders = sorted(p for p in fs.ls(inside, detail=False) if fs.exists(f"{p}/plan.json"))
-    return [run_status(folder) for folder in folders]
+    return [_status_or_unreadable(folder) for folder in folders]
+
+
+def _status_or_unreadable(run_dir: str) -> RunStatus:
+    """One folder that cannot be read hides no other."""
+    try:
+        return run_status(run_dir)
+    except StorageError:
+        return RunStatus(
+            run_id=run_dir.rpartition("/")[2],
+            status="unreadable",
+            table="",
+            ds="",
+            surface="",
+            shards_done=0,
+            shards=0,
+            counts=Counts(),
+            seconds=None,
+            run_dir=run_dir,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

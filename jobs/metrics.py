@@ -7,6 +7,7 @@ by each run. Source of the format: Prometheus text exposition, written by promet
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
 
@@ -49,7 +50,7 @@ def write_metrics(manifest: RunManifest) -> None:
     if plan.config.run.metrics_dir is not None:
         folder = Path(plan.config.run.metrics_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        name = "".join(char if char.isalnum() else "_" for char in plan.surface)
+        name = quote(plan.surface, safe="")
         write_to_textfile(str(folder / f"nightshelf_{name}.prom"), registry)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import sys
@@ -59,26 +60,39 @@ def stdout() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", 110)))
 
 
-def guard(body: Callable[[], None], output: Output, debug: bool) -> None:
+def guard(
+    body: Callable[[], None],
+    output: Output,
+    debug: bool,
+    log_format: LogFormat = LogFormat.text,
+) -> None:
     """Run a command; turn what goes wrong into a message and an exit code."""
     try:
         body()
     except NightshelfError as err:
         if debug:
             traceback.print_exc()
-        _leave(output, str(err), err.exit_code, err.as_json())
+        _leave(output, log_format, str(err), err.exit_code, err.as_json())
     except KeyboardInterrupt:
         message = "interrupted; run the same command again to continue"
-        _leave(output, message, 130, {"kind": "interrupted", "exit_code": 130, "message": message})
+        error = {"kind": "interrupted", "exit_code": 130, "message": message}
+        _leave(output, log_format, message, 130, error)
     except Exception as err:  # the last resort: a user gets words, and --debug the trace
         if debug:
             traceback.print_exc()
         message = f"unexpected {type(err).__name__}: {err}. Run with --debug for the stack trace"
-        _leave(output, message, 1, {"kind": "unexpected", "exit_code": 1, "message": message})
+        error = {"kind": "unexpected", "exit_code": 1, "message": message}
+        _leave(output, log_format, message, 1, error)
 
 
-def _leave(output: Output, message: str, code: int, error: dict[str, Any]) -> NoReturn:
-    typer.echo(f"nightshelf: {message}", err=True)
+def _leave(
+    output: Output, log_format: LogFormat, message: str, code: int, error: dict[str, Any]
+) -> NoReturn:
+    line = f"nightshelf: {message}"
+    if log_format is LogFormat.json:
+        ts = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"ts": ts, "event": "error", **error})
+    typer.echo(line, err=True)
     if output is Output.json:
         typer.echo(json.dumps({"status": "failed", "error": error}))
     raise typer.Exit(code)

@@ -15,10 +15,10 @@ from filelock import FileLock, Timeout
 
 from jobs.metrics import write_metrics
 from pipelines import files
-from pipelines.audit import audit_run
+from pipelines.audit import audit_run, staged_files
 from pipelines.plan import plan_run
 from pipelines.prepare import is_prepared, prepare_run, shards_of
-from pipelines.profile import published_marker
+from pipelines.profile import publish_record, published_marker
 from pipelines.publish import publish_quarantine, publish_run
 from pipelines.publish.parquet import record_path
 from pipelines.run_shard import load_receipt
@@ -140,7 +140,7 @@ def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clo
         failed[index] = "the shard left no receipt"
     if not failed:
         return
-    _write_manifest(plan, clock, "failed", receipts, failed=failed)
+    _write_manifest(plan, clock, progress, "failed", receipts, failed=failed)
     first = min(failed)
     raise RunError(
         f"{len(failed)} of {len(shards)} shards failed",
@@ -162,7 +162,7 @@ def audit_step(plan: RunPlan, progress: Progress, clock: Clock) -> AuditReport:
     audit = audit_run(plan, receipts)
     files.write_json(_audit_path(plan), audit.model_dump(mode="json"))
     if audit.refused:
-        _write_manifest(plan, clock, "refused", receipts, audit=audit)
+        _write_manifest(plan, clock, progress, "refused", receipts, audit=audit)
         raise AuditRefusedError(
             "the audit refused to publish",
             got="; ".join(gate.words() for gate in audit.refused),
@@ -183,14 +183,22 @@ def publish_step(plan: RunPlan, progress: Progress, clock: Clock) -> RunManifest
     """
     receipts = _all_receipts(plan)
     audit = _passed_audit(plan, receipts)
+    changed = staged_files(plan, receipts)
+    if not changed.passed:
+        raise AuditRefusedError(
+            "staged files changed after the audit",
+            got=changed.detail,
+            where=plan.run_dir,
+            do="Remove the receipts of these shards and score them again.",
+        )
     progress.step("publish")
     published = publish_run(plan, receipts)
     quarantine = publish_quarantine(plan, receipts)
-    record = {"ds": plan.ds, "surface": plan.surface, "published_at": time.time()}
-    files.write_json(published_marker(plan.run_dir), record)
+    files.write_json(published_marker(plan.run_dir), publish_record(plan, time.time()))
     return _write_manifest(
         plan,
         clock,
+        progress,
         "published",
         receipts,
         audit=audit,
@@ -239,11 +247,19 @@ def receipts_of(plan: RunPlan) -> list[ShardReceipt]:
 
 
 def load_plan(run_dir: str) -> RunPlan:
-    """The plan of a run folder; `RunError` when there is none."""
+    """The plan of a run folder.
+
+    Raises:
+        StorageError: there is none, or it cannot be read: it is damaged, or of another version.
+    """
     path = plan_path(run_dir)
     if not files.exists(path):
         raise StorageError("no run is in this folder", got=quoted(run_dir))
-    return RunPlan.model_validate(files.read_json(path))
+    try:
+        return RunPlan.model_validate(files.read_json(path))
+    except ValueError as err:
+        first = str(err).splitlines()[0]
+        raise StorageError("a run's plan cannot be read", got=first, where=path) from err
 
 
 class Clock:
@@ -262,6 +278,7 @@ class Clock:
 def _write_manifest(
     plan: RunPlan,
     clock: Clock,
+    progress: Progress,
     status: str,
     receipts: list[ShardReceipt],
     *,
@@ -285,7 +302,10 @@ def _write_manifest(
         versions=_versions(),
     )
     files.write_json(manifest_path(plan.run_dir), manifest.model_dump(mode="json"))
-    write_metrics(manifest)
+    try:
+        write_metrics(manifest)
+    except OSError as err:  # the run is what it is, whatever becomes of its numbers
+        progress.note(f"metrics could not be written: {err}")
     return manifest
 
 

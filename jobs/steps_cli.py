@@ -41,9 +41,9 @@ from jobs.run import (
 )
 from pipelines import files
 from pipelines.audit import audit_run
-from pipelines.plan import plan_run
+from pipelines.plan import check_unchanged, plan_run
 from schemas.config_file import load_config
-from schemas.errors import AuditRefusedError
+from schemas.errors import AuditRefusedError, ConfigError
 from schemas.runs import AuditReport, RunPlan
 
 steps = typer.Typer(no_args_is_help=True)
@@ -58,13 +58,29 @@ RunIdOption = Annotated[
 
 
 def the_plan(target: str, run_id: str | None, ds: str | None, set_: list[str] | None) -> RunPlan:
-    """The plan of a run folder, of a run id, or of a configuration as it is now."""
-    if files.exists(plan_path(target)):
-        return load_plan(target)
-    config = load_config(target, overrides=set_, ds=ds)
-    if run_id is not None:
-        return load_plan(files.join(config.run.work_dir, run_id))
-    return plan_run(config)
+    """The plan of a run folder, of a run id, or of a configuration as it is now.
+
+    Raises:
+        ConfigError: --ds or --set for a run that is planned already.
+        RunError: its model is another one now.
+    """
+    folder = files.exists(plan_path(target))
+    changes = [one for one in set_ or [] if not one.startswith("run.work_dir=")]
+    if (folder or run_id is not None) and (ds is not None or changes or (folder and set_)):
+        raise ConfigError(
+            "--ds and --set cannot change a run that is planned",
+            got=" ".join(filter(None, [ds, *(set_ or [])])),
+            do="Plan another one with `nightshelf prepare CONFIG`.",
+        )
+    if folder:
+        plan = load_plan(target)
+    else:
+        config = load_config(target, overrides=set_, ds=ds)
+        if run_id is None:
+            return plan_run(config)
+        plan = load_plan(files.join(config.run.work_dir, run_id))
+    check_unchanged(plan)
+    return plan
 
 
 def _step(
@@ -83,7 +99,7 @@ def _step(
         else:
             stdout().print(", ".join(f"{k} {v}" for k, v in result.items()), highlight=False)
 
-    guard(work, output, debug)
+    guard(work, output, debug, log_format)
 
 
 @steps.command()
@@ -156,7 +172,7 @@ def audit(
                 raise
         _print_audit(report, output)
 
-    guard(body, output, debug)
+    guard(body, output, debug, log_format)
 
 
 @steps.command()
@@ -177,7 +193,7 @@ def publish(
             manifest = publish_step(plan, progress, Clock())
         print_summary(manifest, output)
 
-    guard(body, output, debug)
+    guard(body, output, debug, log_format)
 
 
 def _print_audit(report: AuditReport, output: Output) -> None:

@@ -25,7 +25,7 @@ def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
     settings = plan.config.audit
     gates = [
         _conservation(plan, counts, receipts),
-        _staged_files(plan, receipts),
+        staged_files(plan, receipts),
         *(_embedding_gates if plan.config.task.embed else _list_gates)(plan, receipts, counts),
         threshold(
             "coverage",
@@ -82,7 +82,7 @@ def _conservation(plan: RunPlan, counts: Counts, receipts: list[ShardReceipt]) -
     return count("conservation", len(problems), "; ".join(problems))
 
 
-def _staged_files(plan: RunPlan, receipts: list[ShardReceipt]) -> GateResult:
+def staged_files(plan: RunPlan, receipts: list[ShardReceipt]) -> GateResult:
     """Staged files are the ones the receipts describe, bit for bit."""
     bad = [
         file.path
@@ -118,7 +118,7 @@ def _length_gates(plan: RunPlan, lengths: NDArray[np.int64]) -> list[GateResult]
     """`lengths[n]`: users with n items; those without any are the coverage's concern."""
     settings = plan.config.audit
     users = lengths[1:].cumsum()
-    shortest = p5 = None
+    shortest = p5 = 0.0
     if users[-1]:
         shortest = float(np.searchsorted(users, 1) + 1)
         p5 = float(np.searchsorted(users, _FEW * users[-1], side="right") + 1)
@@ -156,7 +156,7 @@ def _change_gates(plan: RunPlan, profile: RunProfile, sample: pl.DataFrame) -> l
         then, rows = before
         against = f"against run {then.run_id}"
         drift = score_drift(rows["score"], sample["score"])
-        if rows.schema["user_id"] == sample.schema["user_id"]:
+        if [rows.schema[n] == sample.schema[n] for n in ("user_id", "item_id")] == [True, True]:
             common, users = overlap(rows, sample)
             over = f", over {users} users"
         change = abs(profile.rows / then.rows - 1) if then.rows else None

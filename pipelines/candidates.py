@@ -57,6 +57,15 @@ def read_candidates(
     return candidates, quarantined, counts
 
 
+def unused_of_shared(plan: RunPlan, users: pa.Table, catalog: Catalog) -> int:
+    """Candidates in the shared sets of users that are not scored; own sets are in the shard."""
+    path = candidate_sets_path(plan)
+    if not len(users) or not files.exists(path):
+        return 0
+    sets, _, _, which = _shared_sets(files.read_parquet(path), users, catalog)
+    return int(sets.lengths[which].sum())
+
+
 def _unknown(lists: Ragged, ids: pa.Array, names: pa.ChunkedArray) -> list[QuarantinedRow]:
     """A row for each candidate that the catalog does not have; `names` says whose list it is."""
     at = np.flatnonzero(lists.values < 0)

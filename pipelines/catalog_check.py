@@ -7,6 +7,7 @@ without problems here is one that `read_catalog` takes, and the other way round.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -104,8 +105,8 @@ def _check_texts(config: RunConfig) -> CatalogReport:
 
 
 def _check_model(config: RunConfig) -> tuple[list[Problem], VocabularySizes | None]:
-    if config.engine.model is None:  # bytes and SID tokens of our own making: always right
-        return [], None
+    if config.engine.model is None:  # bytes, and SID tokens of our own making
+        return _check_tokens(config.space, load_tokenizer(config), None), None
     try:
         tokenizer = load_tokenizer(config)
     except NightshelfError as err:
@@ -132,6 +133,12 @@ def _check_tokens(
     if missing:
         message = f"of {len(texts)} SID tokens, {len(missing)} are not one token of the tokenizer"
         problems.append(_problem("token_not_single", missing, message))
+    uses = Counter(i for i in ids if i is not None)
+    twice = [text for text, i in zip(texts, ids, strict=True) if i is not None and uses[i] > 1]
+    if twice:
+        problems.append(
+            _problem("token_twice", twice, "two codes, or a code and the end, are one token")
+        )
     limit = sizes.smallest if sizes else None
     if limit is not None:
         found = zip(texts, ids, strict=True)

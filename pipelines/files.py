@@ -156,7 +156,8 @@ def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np
     """Lengths of the non-empty lists among the first rows of a Parquet file."""
     fs, inside = filesystem(path)
     with fs.open(inside, "rb") as handle:
-        batches = pq.ParquetFile(handle).iter_batches(batch_size=rows, columns=[column])
+        parquet = pq.ParquetFile(handle, pre_buffer=False)
+        batches = parquet.iter_batches(batch_size=rows, columns=[column], use_threads=False)
         first = next(batches, None)
         if first is None:
             return np.empty(0, dtype=np.int64)
@@ -170,8 +171,9 @@ def read_head(path: str, rows: int) -> pa.Table:
     """The first rows of a Parquet file, at most as many."""
     fs, inside = filesystem(path)
     with fs.open(inside, "rb") as handle:
-        parquet = pq.ParquetFile(handle)
-        batch = next(parquet.iter_batches(batch_size=rows), None)
+        parquet = pq.ParquetFile(handle, pre_buffer=False)
+        # Without threads: one that still reads ahead when the process ends takes it down.
+        batch = next(parquet.iter_batches(batch_size=rows, use_threads=False), None)
         schema = parquet.schema_arrow
     return schema.empty_table() if batch is None else pa.Table.from_batches([batch])
 

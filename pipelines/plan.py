@@ -21,10 +21,17 @@ from pipelines.eligibility import check_types
 from pipelines.items import describe_items, items_contract, list_items
 from pipelines.publish import check_output
 from schemas.eligibility import user_columns
-from schemas.errors import ConfigError, EngineError, StorageError, TableError
+from schemas.errors import ConfigError, EngineError, RunError, StorageError, TableError
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
-from schemas.tables import EXCLUSIONS, IdType, candidate_shape, id_type, users_contract
+from schemas.tables import (
+    EXCLUSIONS,
+    IdType,
+    candidate_shape,
+    id_type,
+    same_values,
+    users_contract,
+)
 
 _LAUNCH_ONLY = (
     "workers",
@@ -61,6 +68,7 @@ def plan_run(config: RunConfig) -> RunPlan:
     if "catalog" in schemas:
         item_id = id_type(schemas["catalog"].field("item_id").type)
     _check_id_types(schemas, inputs, user_id, item_id)
+    _check_segments(schemas, inputs)
     if config.task.eligible is not None:
         check_types(config.task.eligible, schemas["users"], schemas["catalog"])
     check_model(config, load_tokenizer(config))
@@ -134,6 +142,22 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
         columns = {field.name: str(field.type) for field in schemas[name]}
         tables[name] = InputTable(name=name, files=tuple(found), columns=columns)
     return tables, schemas
+
+
+def _check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable]) -> None:
+    """Candidates by segment find users only if both write a segment the same way."""
+    candidates = schemas.get("candidates")
+    if candidates is None or "segment" not in candidates.names or "user_id" in candidates.names:
+        return
+    users, theirs = (s.field("segment").type for s in (schemas["users"], candidates))
+    if not same_values(users, theirs):
+        raise TableError(
+            "candidates: segments have another type than in users",
+            expected=str(users),
+            got=str(theirs),
+            where=inputs["candidates"].files[0].path,
+            do="Cast one of the two.",
+        )
 
 
 def _check_same(first: pa.Schema, schema: pa.Schema, table: str, file: str) -> None:
@@ -214,7 +238,10 @@ def _check_writable(config: RunConfig) -> None:
     for path, setting in (
         (config.output.path, "output.path"),
         (config.run.work_dir, "run.work_dir"),
+        (config.run.metrics_dir, "run.metrics_dir"),
     ):
+        if path is None:
+            continue
         try:
             files.check_writable(path, setting)
         except StorageError as err:
@@ -247,6 +274,18 @@ def _hash_folder(path: str | None, setting: str) -> str:
         return files.hash_folder(path)
     except (OSError, StorageError) as err:
         raise EngineError(f"{setting} cannot be read", got=str(err), where=path) from err
+
+
+def check_unchanged(plan: RunPlan) -> None:
+    """Raise `RunError` when the model or the projector is not the one that was planned with."""
+    engine = plan.config.engine
+    for name, path in (("model", engine.model), ("projector", engine.projector)):
+        if _hash_folder(path, f"engine.{name}") != plan.hashes[name]:
+            raise RunError(
+                f"the {name} has changed since the run was planned",
+                where=path or "",
+                do="Plan another run: its id says which model it is of.",
+            )
 
 
 def _slug(text: str) -> str:

@@ -65,13 +65,10 @@ def shards_of(plan: RunPlan) -> list[Shard]:
     ]
 
 
-def _done_path(plan: RunPlan) -> str:
-    return files.join(plan.run_dir, "shards", "_done")
-
-
 def is_prepared(plan: RunPlan) -> bool:
     """Whether the run's shards are all there."""
-    return files.exists(_done_path(plan))
+    there = set(files.list_names(files.join(plan.run_dir, "shards")))
+    return {"_done", *(shard.path.rpartition("/")[2] for shard in shards_of(plan))} <= there
 
 
 def prepare_run(plan: RunPlan) -> list[Shard]:
@@ -84,8 +81,7 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
         paths = [file.path for file in plan.inputs["catalog"].files]
         read_items(plan.config, paths).save(catalog_dir(plan))
     shards = shards_of(plan)
-    marker = _done_path(plan)
-    if files.exists(marker):
+    if is_prepared(plan):
         return shards
     spill = Path(files.join(plan.run_dir, "spill"))
     shutil.rmtree(spill, ignore_errors=True)
@@ -99,7 +95,7 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
         _split(plan, "exclusions", {"item_id": "item"}, spill)
     for shard in shards:
         files.write_parquet(shard.path, _join_shard(plan, shape, spill, shard), sorted_by="user_id")
-    files.write_bytes(marker, b"")
+    files.write_bytes(files.join(plan.run_dir, "shards", "_done"), b"")
     shutil.rmtree(spill, ignore_errors=True)
     return shards
 
@@ -306,7 +302,9 @@ def _write_candidate_sets(plan: RunPlan, shape: CandidateShape) -> None:
         else:
             frame = pl.from_arrow(table.select(["segment", "item_ids"]))
             assert isinstance(frame, pl.DataFrame), "two columns are a frame"
+            frame = frame.drop_nulls("segment")  # a set of no segment is nobody's
             frame = frame.explode("item_ids", empty_as_null=False, keep_nulls=False)
+            frame = frame.with_columns(pl.col("segment").cast(pl.String))  # as that of users is
             flat = frame.to_arrow()
             parts.append(
                 pa.table(

@@ -17,10 +17,12 @@ from pydantic import BaseModel, ConfigDict
 
 from pipelines import files
 from schemas.runs import Counts, RunPlan
+from schemas.settings import RunConfig
 
 _USERS = 10_000  # in a sample
 _SEED = 42
 _BINS = 10
+_NEW = 10.0  # drift from nothing to something: more than any other
 _LEAST_SHARE = 1e-4  # of a bin, so that an empty one does not count as infinite
 
 
@@ -82,6 +84,29 @@ def _sample_path(run_dir: str) -> str:
     return files.join(run_dir, "profile.parquet")
 
 
+def table_key(config: RunConfig) -> str:
+    """One table among those that configurations of a work folder may publish to."""
+    output = config.output
+    return f"{output.format} {output.path} {output.table_name}"
+
+
+def task_kind(config: RunConfig) -> str:
+    """Runs of one kind have scores that can be compared."""
+    task = config.task
+    return "embed" if task.embed else "label" if task.label else f"score {task.score_norm}"
+
+
+def publish_record(plan: RunPlan, at: float) -> dict[str, object]:
+    """What `published_marker` holds."""
+    return {
+        "ds": plan.ds,
+        "surface": plan.surface,
+        "table": table_key(plan.config),
+        "task": task_kind(plan.config),
+        "published_at": at,
+    }
+
+
 def published_marker(run_dir: str) -> str:
     """The file that says a run was published, and when."""
     return files.join(run_dir, "published.json")
@@ -96,7 +121,8 @@ def last_published(plan: RunPlan) -> tuple[RunProfile, pl.DataFrame] | None:
         if name == plan.run_id or not files.exists(marker):
             continue
         record = files.read_json(marker)
-        if record["surface"] == plan.surface and record["ds"] <= plan.ds:
+        same = (record["surface"], record.get("table")) == (plan.surface, table_key(plan.config))
+        if same and record.get("task") == task_kind(plan.config) and record["ds"] <= plan.ds:
             found.append((record["ds"], record["published_at"], run_dir))
     for *_, run_dir in sorted(found, reverse=True):
         if files.exists(_profile_path(run_dir)) and files.exists(_sample_path(run_dir)):
@@ -109,15 +135,15 @@ def last_published(plan: RunPlan) -> tuple[RunProfile, pl.DataFrame] | None:
 
 def score_drift(before: pl.Series, now: pl.Series) -> float:
     """Population stability index of scores `now` against those `before`."""
-    if before.is_empty() or now.is_empty():
-        return 0.0
+    if before.is_empty():
+        return 0.0 if now.is_empty() else _NEW
     inner = np.quantile(before.to_numpy(), np.linspace(0, 1, _BINS + 1)[1:-1])
     edges = np.unique(inner)
 
     def shares(scores: pl.Series) -> np.ndarray:
         at = np.searchsorted(edges, scores.to_numpy(), side="left")
         counts = np.bincount(at, minlength=len(edges) + 1)
-        return np.maximum(counts / len(scores), _LEAST_SHARE)
+        return np.maximum(counts / max(len(scores), 1), _LEAST_SHARE)
 
     p, q = shares(now), shares(before)
     return float(((p - q) * np.log(p / q)).sum())
@@ -125,11 +151,11 @@ def score_drift(before: pl.Series, now: pl.Series) -> float:
 
 def overlap(before: pl.DataFrame, now: pl.DataFrame) -> tuple[float, int]:
     """Mean share of items that the lists of a user have in common, of the longer list's length;
-    and over how many users that both samples hold.
+    and over how many users that both samples hold. 0 when they hold none in common.
     """
     users = before.select("user_id").unique().join(now.select("user_id").unique(), on="user_id")
     if users.is_empty():
-        return 1.0, 0
+        return float(before.is_empty() and now.is_empty()), 0
     mine, theirs = (frame.join(users, on="user_id", how="semi") for frame in (now, before))
     common = (
         mine.join(theirs, on=["user_id", "item_id"], how="semi").group_by("user_id").len("both")

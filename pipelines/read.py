@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines import files
-from pipelines.candidates import positions, read_candidates
+from pipelines.candidates import positions, read_candidates, unused_of_shared
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
 from pipelines.validate import QuarantinedRow, UserCheck, ragged
@@ -25,6 +25,7 @@ from schemas.requests import CandidateSets, Eligibility, Ints, Labels, Ragged, U
 from schemas.runs import Counts, RunPlan, Shard
 from schemas.tables import (
     CANDIDATE_LIST,
+    DUPLICATE,
     ELIGIBILITY,
     EXCLUDED_LIST,
     FILE,
@@ -60,11 +61,16 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog | None) -> ShardInp
     kept = table.take(pa.array(good))
 
     quarantined = check.quarantined
+    unused = _list_total(table) - _list_total(kept) + _list_total(strays)
+    if plan.config.task.uses_candidates and catalog is not None:
+        known = pc.and_(table.column("user_id").is_valid(), pc.invert(table.column(DUPLICATE)))
+        set_aside = pc.and_(known, pa.array(~check.ok))
+        unused += unused_of_shared(plan, table.filter(set_aside), catalog)
     counts = Counts(
         users_in=len(table),
         users_quarantined=len(table) - len(good),
-        candidates_in=_list_total(table) + _list_total(strays),
-        candidates_unused=_list_total(table) - _list_total(kept) + _list_total(strays),
+        candidates_in=_list_total(kept) + unused,
+        candidates_unused=unused,
     )
     quarantined += _stray_candidates(strays)
     users, more, item_counts = _to_batch(plan, shard, kept, catalog, check.vectors)
@@ -159,7 +165,7 @@ def _labels(table: pa.Table) -> Labels | None:
         return None
     column = table.column(LABELS_COLUMN).combine_chunks()
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-    encoded = pc.dictionary_encode(column.flatten())
+    encoded = pc.dictionary_encode(column.flatten(), null_encoding="encode")
     names = tuple(encoded.dictionary.to_pylist())
     return Labels(names, Ragged.from_lengths(lengths, encoded.indices.to_numpy()))
 

@@ -145,7 +145,7 @@ class CandidateSets:
 class Labels:
     """Labels of each user: lists of positions in `names`, which are token texts or ids."""
 
-    names: tuple[str | int, ...]
+    names: tuple[str | int | None, ...]
     of_user: Ragged  # [U]
 
     def take(self, rows: Ints) -> Labels:

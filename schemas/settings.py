@@ -9,8 +9,18 @@ from __future__ import annotations
 import datetime as dt
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 
 from schemas.eligibility import Expression, parse_eligibility
 from schemas.errors import ConfigError, quoted
@@ -33,9 +43,10 @@ LimitedGate = Literal[
     "overlap",
     "row_change",
 ]
-Positive = Annotated[int, Field(ge=1)]
+Positive = Annotated[int, Field(ge=1, strict=True)]  # true is no number
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
+_LONGEST_NAME = 150  # of a surface; file names take 255 bytes and hold more than it
 _DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
 _SECRET_KEY = re.compile(
     r"secret|passw|token|credential|(access|private|account)[-_.]?key|signature|connection.string",
@@ -45,7 +56,9 @@ _SECRET_VALUE = re.compile(r"://[^/@\s]+@")  # user:password@ in a URL
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class EngineSettings(_Section):
@@ -80,7 +93,7 @@ class SidSettings(_Section):
     tokens: tuple[str, ...] = Field(
         min_length=1, max_length=16, description="Text of each level's tokens, with {code}"
     )
-    end_token: str | None = Field(
+    end_token: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="Token that ends a semantic ID; lets one be a prefix of another"
     )
     end_after: Literal["prefix", "every"] = Field(
@@ -151,7 +164,7 @@ class ScoreSettings(_Section):
 class LabelSettings(_Section):
     """Ask the model about each candidate: the probability of labels behind the item's tokens."""
 
-    labels: tuple[str | int, ...] = Field(
+    labels: tuple[StrictStr | StrictInt, ...] = Field(
         min_length=1, description="One token each, as text or id; the first one's score ranks"
     )
     labels_column: str | None = Field(
@@ -161,6 +174,13 @@ class LabelSettings(_Section):
         True, description="Softmax over the labels; false: log p over the whole vocabulary"
     )
     suffix: str = Field("", description="Text between the item and the label")
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _no_booleans(cls, labels: Any) -> Any:
+        if isinstance(labels, list | tuple) and any(isinstance(one, bool) for one in labels):
+            raise ValueError("YAML reads yes, no, true and false as booleans; put them in quotes")
+        return labels
 
     @model_validator(mode="after")
     def _labels(self) -> LabelSettings:
@@ -195,10 +215,10 @@ class GenerateSettings(_Section):
         token."""
         if isinstance(self.width, int):
             return (self.width,) * num_levels
-        if len(self.width) < num_levels - 1:
+        if not num_levels - 1 <= len(self.width) <= num_levels:
             raise ConfigError(
-                "task.generate.width is too short",
-                expected=f"one number, or at least {num_levels - 1} (levels of the SID space - 1)",
+                f"task.generate.width is too {'short' if len(self.width) < num_levels else 'long'}",
+                expected=f"one number, or {num_levels - 1} (levels of the SID space - 1)",
                 got=quoted(list(self.width)),
             )
         return (*self.width, self.width[-1])
@@ -214,7 +234,7 @@ class QuotaSettings(_Section):
 class TaskSettings(_Section):
     """What to compute for each user: `score`, `generate` or both; or `label`; or `embed`."""
 
-    k: Positive = Field(20, description="Recommendations per user")
+    k: Annotated[Positive, Field(le=100_000)] = Field(20, description="Recommendations per user")
     k_column: str | None = Field(
         None, description="Users column with this user's k, 1 to task.k; null there means task.k"
     )
@@ -319,7 +339,7 @@ class RunSettings(_Section):
 
     work_dir: str = Field("runs", description="Folder of run folders")
     shard_users: Positive = Field(5000, description="Users per shard, about")
-    workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+    workers: Annotated[int, Field(ge=0, strict=True)] | Literal["auto"] = Field(
         "auto", description="Worker processes; auto: one per GPU, else one; 0: in this process"
     )
     max_attempts: Positive = Field(3, description="Tries of a shard whose worker dies")
@@ -365,6 +385,12 @@ class AuditSettings(_Section):
     warn: tuple[LimitedGate, ...] = Field((), description="Gates that only warn")
 
 
+def _fits_a_name(surface: str) -> str:
+    if len(quote(surface, safe="")) > _LONGEST_NAME:
+        raise ValueError(f"too long for a folder's name: at most {_LONGEST_NAME} bytes, escaped")
+    return surface
+
+
 def _known_ds(value: str | None) -> str | None:
     if value is not None:
         if not _DS.match(value):
@@ -376,7 +402,9 @@ def _known_ds(value: str | None) -> str | None:
 class RunConfig(_Section):
     """The whole file."""
 
-    surface: Annotated[str, Field(min_length=1)] = Field(description="Where the items are shown")
+    surface: Annotated[str, Field(min_length=1), AfterValidator(_fits_a_name)] = Field(
+        description="Where the items are shown"
+    )
     ds: Annotated[str | None, AfterValidator(_known_ds)] = Field(
         None, description="Partition date, YYYY-MM-DD; --ds wins"
     )
@@ -404,6 +432,12 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
+        if "{ds}" in self.run.work_dir:
+            raise ConfigError(
+                "run.work_dir depends on the date",
+                expected="one folder for all dates: runs have folders of their own in it",
+                got=self.run.work_dir,
+            )
         _ = self.task.eligible
         self._check_items()
         self._check_task()
@@ -446,6 +480,7 @@ class RunConfig(_Section):
             raise ConfigError(
                 "embeddings have no wide layout", expected="output.layout: long", got="wide"
             )
+        self._check_limits()
         if task.embed is not None:
             self._refuse("has no meaning for embed", self._item_settings())
             return
@@ -470,6 +505,23 @@ class RunConfig(_Section):
                 expected="sum, so that a semantic ID scores the same scored and generated",
                 got="mean",
             )
+
+    def _check_limits(self) -> None:
+        """A limit of the audit that nothing would be held against is refused, not ignored."""
+        task, audit = self.task, self.audit
+        lists = ("min_rows", "min_rows_p5", "max_score_drift", "min_overlap", "max_row_change")
+        if task.embed is not None:
+            limits = {f"audit.{n}": getattr(audit, n) is not None for n in lists}
+            self._refuse("is about lists, and embed writes none", limits)
+        if task.generate is None:
+            limits = {
+                "audit.min_exact_share": audit.min_exact_share is not None,
+                "audit.min_legal_mass": audit.min_legal_mass is not None,
+            }
+            self._refuse("needs task.generate", limits)
+        if task.score_norm != "full_vocab":
+            limits = {"audit.min_legal_mass": audit.min_legal_mass is not None}
+            self._refuse("needs task.score_norm: full_vocab", limits)
 
     def _item_settings(self) -> dict[str, bool]:
         """Settings about items and lists, and whether they differ from their defaults."""

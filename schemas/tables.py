@@ -64,7 +64,8 @@ def _list_of(inner: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bo
 def _is_scalar(dtype: pa.DataType) -> bool:
     dtype = _plain(dtype)
     simple = pt.is_integer(dtype) or pt.is_floating(dtype) or pt.is_boolean(dtype)
-    return bool(simple or _is_text(dtype) or pt.is_temporal(dtype) or pt.is_decimal(dtype))
+    date = pt.is_temporal(dtype) and not pt.is_duration(dtype)
+    return bool(simple or _is_text(dtype) or date or pt.is_decimal(dtype))
 
 
 def _is_number(dtype: pa.DataType) -> bool:
@@ -82,7 +83,7 @@ ATTRIBUTE = Kind(
 )
 TEXT = Kind("string", _is_text)
 NUMBER = Kind("number", _is_number)
-INTEGER = Kind("integer", pt.is_integer)
+INTEGER = Kind("integer, at most 64 bits with a sign", lambda t: _is_int(t) or pt.is_uint32(t))
 LABELS = Kind("list of string or of int64", _list_of(_is_id))
 SID = Kind(
     "list of codes, list of token strings, or one string '<a_1><b_2>'",
@@ -227,6 +228,13 @@ def candidate_shape(schema: pa.Schema, file: str) -> CandidateShape:
         got=f"columns {', '.join(schema.names)}",
         where=file,
     )
+
+
+def same_values(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether equal values of two scalar columns are written alike: 1 and 1.0 are not."""
+    one, other = _plain(one), _plain(other)
+    kinds = (_is_text, pt.is_integer, pt.is_boolean)
+    return one == other or any(kind(one) and kind(other) for kind in kinds)
 
 
 def id_type(dtype: pa.DataType) -> IdType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from pipelines import files
+from pipelines.profile import table_key
 from schemas.runs import RunPlan
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # what Hive, Spark and pyarrow read as null
@@ -16,8 +17,12 @@ def partition_name(ds: str, surface: str) -> str:
 
 
 def record_path(plan: RunPlan) -> str:
-    """A name of the partition's own in the work folder; the lock of its runs is beside it."""
-    name = partition_name(plan.ds, plan.surface).replace("/", "-")
+    """A name of the partition's own in the work folder; the lock of its runs is beside it.
+
+    Tables that share a work folder have names of their own.
+    """
+    table = files.hash_bytes(table_key(plan.config).encode())[:8]
+    name = f"{partition_name(plan.ds, plan.surface)}-{table}".replace("/", "-")
     return files.join(plan.config.run.work_dir, "published", f"{name}.json")
 
 

@@ -303,7 +303,7 @@ def test_metrics_of_a_run_are_there_for_prometheus(nightshelf, tmp_path):
     write_inputs(tmp_path)
     config = write_config(tmp_path, run__metrics_dir="metrics", surface="home/eu")
     summary = nightshelf("run", config, "--output", "json").json
-    text = (tmp_path / "metrics" / "nightshelf_home_eu.prom").read_text()
+    text = (tmp_path / "metrics" / "nightshelf_home%2Feu.prom").read_text()
     assert text == (Path(summary["run_dir"]) / "metrics.prom").read_text()
     samples = {
         (s.name, s.labels.get("status") or s.labels.get("gate")): s
@@ -319,7 +319,7 @@ def test_metrics_of_a_run_are_there_for_prometheus(nightshelf, tmp_path):
     assert saved["rows_published"] == summary["rows_published"]
     refused = nightshelf("run", config, "--set", "audit.min_rows=99", check=6)
     assert refused.code == 6
-    text = (tmp_path / "metrics" / "nightshelf_home_eu.prom").read_text()
+    text = (tmp_path / "metrics" / "nightshelf_home%2Feu.prom").read_text()
     assert 'nightshelf_run_status{status="refused",surface="home/eu"} 1.0' in text
 
 

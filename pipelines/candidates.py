@@ -7,9 +7,7 @@ not get is only counted here, and left out of its scores by the engine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +17,7 @@ from numpy.typing import NDArray
 from pipelines import files
 from pipelines.catalog import Catalog
 from pipelines.prepare import candidate_sets_path
-from pipelines.validate import QuarantinedRow
+from pipelines.validate import UnknownItems
 from schemas.requests import CandidateSets, Eligibility, Ints, Ragged
 from schemas.runs import Counts, RunPlan, Shard
 from schemas.tables import CANDIDATE_LIST
@@ -39,8 +37,8 @@ def read_candidates(
     catalog: Catalog,
     excluded: Ragged,
     eligibility: Eligibility | None,
-) -> tuple[CandidateSets, list[QuarantinedRow], Counts]:
-    """The candidates of the users of `table` `[U]`, rows for the quarantine, and what was counted.
+) -> tuple[CandidateSets, UnknownItems | None, Counts]:
+    """The candidates of the users of `table` `[U]`, unknown ones, and what was counted.
 
     Unknown items of shared sets are quarantined once, by the first shard, and counted per user.
     """
@@ -48,13 +46,12 @@ def read_candidates(
     if not files.exists(path):
         lists, ids = positions(table.column(CANDIDATE_LIST).combine_chunks(), catalog)
         names = table.column("user_id")
-        quarantined = _unknown(lists, ids, names)
+        unknown = _unknown(lists, ids, names)
         candidates, counts = _own_sets(lists, excluded, eligibility, catalog)
-        return candidates, quarantined, counts
+        return candidates, unknown, counts
     sets, ids, names, which = _shared_sets(files.read_parquet(path), table, catalog)
-    quarantined = _unknown(sets, ids, names) if shard.index == 0 else []
     candidates, counts = _clean_shared(sets, which, excluded, eligibility, catalog)
-    return candidates, quarantined, counts
+    return candidates, _unknown(sets, ids, names) if shard.index == 0 else None, counts
 
 
 def unused_of_shared(plan: RunPlan, users: pa.Table, catalog: Catalog) -> int:
@@ -66,20 +63,11 @@ def unused_of_shared(plan: RunPlan, users: pa.Table, catalog: Catalog) -> int:
     return int(sets.lengths[which].sum())
 
 
-def _unknown(lists: Ragged, ids: pa.Array, names: pa.ChunkedArray) -> list[QuarantinedRow]:
-    """A row for each candidate that the catalog does not have; `names` says whose list it is."""
+def _unknown(lists: Ragged, ids: pa.Array, names: pa.ChunkedArray) -> UnknownItems:
+    """The candidates that the catalog does not have; `names` says whose list it is."""
     at = np.flatnonzero(lists.values < 0)
-    owners: Sequence[Any] = names.take(pa.array(lists.row_ids[at])).to_pylist()
-    return [
-        QuarantinedRow(
-            table="candidates",
-            key=None if owner is None else str(owner),
-            rule="unknown_item",
-            message="the candidate is not in the catalog",
-            payload={"item_id": item},
-        )
-        for owner, item in zip(owners, ids.take(pa.array(at)).to_pylist(), strict=True)
-    ]
+    owners = names.take(pa.array(lists.row_ids[at])).cast(pa.string()).combine_chunks()
+    return UnknownItems(owners, ids.take(pa.array(at)))
 
 
 def _once(lists: Ragged, num_items: int) -> NDArray[np.bool_]:

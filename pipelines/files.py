@@ -307,6 +307,18 @@ def list_names(folder: str) -> list[str]:
         return []
 
 
+@retried
+def list_sizes(folder: str) -> dict[str, int]:
+    """Bytes of each file directly in a folder, listed fresh; empty when there is no such folder."""
+    fs, inside = filesystem(folder)
+    fs.invalidate_cache()
+    try:
+        found = fs.ls(inside, detail=True)
+    except FileNotFoundError:
+        return {}
+    return {info["name"].rpartition("/")[2]: int(info["size"] or 0) for info in found}
+
+
 def hash_bytes(*parts: bytes) -> str:
     """xxh3-128 of the parts, as hex."""
     digest = xxhash.xxh3_128()

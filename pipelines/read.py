@@ -19,7 +19,7 @@ from pipelines import files
 from pipelines.candidates import positions, read_candidates, unused_of_shared
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
-from pipelines.validate import QuarantinedRow, UserCheck, ragged
+from pipelines.validate import QuarantinedRow, UnknownItems, UserCheck, ragged
 from schemas.eligibility import Expression, user_columns
 from schemas.requests import CandidateSets, Eligibility, Ints, Labels, Ragged, UserBatch
 from schemas.runs import Counts, RunPlan, Shard
@@ -42,6 +42,7 @@ class ShardInput:
     user_ids: pa.Array
     k: Ints  # [U] items wanted
     quarantined: list[QuarantinedRow]
+    unknown: UnknownItems | None
     counts: Counts
 
 
@@ -73,12 +74,13 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog | None) -> ShardInp
         candidates_unused=unused,
     )
     quarantined += _stray_candidates(strays)
-    users, more, item_counts = _to_batch(plan, shard, kept, catalog, check.vectors)
+    users, unknown, item_counts = _to_batch(plan, shard, kept, catalog, check.vectors)
     return ShardInput(
         users=users,
         user_ids=kept.column("user_id").combine_chunks(),
         k=_wanted(plan, kept),
-        quarantined=quarantined + more,
+        quarantined=quarantined,
+        unknown=unknown,
         counts=counts + item_counts,
     )
 
@@ -116,7 +118,7 @@ def _to_batch(
     table: pa.Table,
     catalog: Catalog | None,
     vectors: NDArray[np.float32] | None,
-) -> tuple[UserBatch, list[QuarantinedRow], Counts]:
+) -> tuple[UserBatch, UnknownItems | None, Counts]:
     """Good rows by catalog position; candidates that cannot be scored are taken out."""
     template = plan.config.prompt.parsed
     counts = Counts()
@@ -134,11 +136,11 @@ def _to_batch(
         excluded = excluded.keep(excluded.values >= 0)
         eligibility = _eligibility(plan, table, catalog)
     candidates: CandidateSets | None = None
-    quarantined: list[QuarantinedRow] = []
+    unknown_items: UnknownItems | None = None
     if plan.config.task.uses_candidates:
         assert catalog is not None, "candidates need a catalog"
         assert excluded is not None, "read with the catalog"
-        candidates, quarantined, added = read_candidates(
+        candidates, unknown_items, added = read_candidates(
             plan, shard, table, catalog, excluded, eligibility
         )
         counts = counts + added
@@ -156,7 +158,7 @@ def _to_batch(
         excluded=excluded,
         eligibility=eligibility,
     )
-    return users, quarantined, counts
+    return users, unknown_items, counts
 
 
 def _labels(table: pa.Table) -> Labels | None:

@@ -89,7 +89,7 @@ def run_shard(
         tables: dict[StagedKind, pa.Table] = {
             result.kind: result.rows,
             "outcomes": result.outcomes,
-            "quarantine": quarantine_rows(plan, shard, result.quarantined),
+            "quarantine": quarantine_rows(plan, shard, result.quarantined, data.unknown),
         }
         receipt = ShardReceipt(
             run_id=plan.run_id,
@@ -138,7 +138,7 @@ def _recommend(
         rows=recommendation_rows(plan, data, scores, catalog),
         outcomes=outcome_rows(plan, data, scores),
         quarantined=quarantined,
-        counts=_count(data, scores, len(quarantined)),
+        counts=_count(data, scores, _rows_set_aside(data, quarantined)),
         engine_seconds=scores.engine_seconds,
         legal_mass_sum=float(np.nansum(scores.legal_mass[kept])),
         beam_widths=dict(zip(widths.tolist(), users.tolist(), strict=True)),
@@ -158,7 +158,7 @@ def _embed(
             "users_embedded": int(kept.sum()),
             "users_quarantined": data.counts.users_quarantined + int((~kept).sum()),
             "rows_staged": int(kept.sum()),
-            "rows_quarantined": len(quarantined),
+            "rows_quarantined": _rows_set_aside(data, quarantined),
             "prompt_tokens": tokens,
             "reused_tokens": reused,
             "truncated_tokens": int(embedded.truncated_tokens[kept].sum()),
@@ -189,6 +189,10 @@ def _shard_context(plan: RunPlan, shard: Shard) -> Iterator[None]:
         raise ShardFailedError(
             f"{shard.name} failed", got=f"{type(err).__name__}: {err}", where=f"run {plan.run_id}"
         ) from err
+
+
+def _rows_set_aside(data: ShardInput, quarantined: list[QuarantinedRow]) -> int:
+    return len(quarantined) + (len(data.unknown) if data.unknown is not None else 0)
 
 
 def _count(data: ShardInput, scores: ShardScores, rows_quarantined: int) -> Counts:

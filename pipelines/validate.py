@@ -31,6 +31,17 @@ class QuarantinedRow:
     file: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class UnknownItems:
+    """Candidates that the catalog does not have; there may be very many, so they stay columns."""
+
+    keys: pa.Array  # whose candidate it is, as text; null: of nobody in particular
+    items: pa.Array
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
 class UserCheck:
     """The rules a user row must obey, one method per rule; each sets rows aside."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines import files
@@ -17,7 +18,7 @@ from pipelines.embed import ShardEmbeddings
 from pipelines.rank import SOURCES
 from pipelines.read import ShardInput, quarantine_json
 from pipelines.score import ShardScores
-from pipelines.validate import QuarantinedRow
+from pipelines.validate import QuarantinedRow, UnknownItems
 from schemas.requests import Ints, Labels, Ragged
 from schemas.runs import RunPlan, Shard, StagedFile
 from schemas.settings import LabelSettings
@@ -153,24 +154,54 @@ def _reasons(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> np.ndarra
     return reason
 
 
-def quarantine_rows(plan: RunPlan, shard: Shard, rows: Iterable[QuarantinedRow]) -> pa.Table:
+def quarantine_rows(
+    plan: RunPlan, shard: Shard, rows: Iterable[QuarantinedRow], unknown: UnknownItems | None
+) -> pa.Table:
     """The quarantine table's rows of one shard."""
     records = [
         {
-            "ds": plan.ds,
-            "surface": plan.surface,
             "table": row.table,
             "key": row.key,
             "rule": row.rule,
             "message": row.message,
             "payload": quarantine_json(row.payload),
             "file": row.file,
-            "run_id": plan.run_id,
-            "shard": shard.index,
         }
         for row in rows
     ]
-    return pa.Table.from_pylist(records, schema=QUARANTINE)
+    columns = [
+        name for name in QUARANTINE.names if name not in ("ds", "surface", "run_id", "shard")
+    ]
+    own = pa.schema([QUARANTINE.field(name) for name in columns])
+    table = pa.Table.from_pylist(records, schema=own)
+    if unknown is not None and len(unknown):
+        table = pa.concat_tables([_unknown_rows(unknown, own), table])
+    constants: dict[str, str | int] = {
+        "ds": plan.ds,
+        "surface": plan.surface,
+        "run_id": plan.run_id,
+        "shard": shard.index,
+    }
+    for name, value in constants.items():
+        field = QUARANTINE.field(name)
+        table = table.append_column(field, pa.repeat(pa.scalar(value, field.type), len(table)))
+    return table.select(QUARANTINE.names)
+
+
+def _unknown_rows(unknown: UnknownItems, schema: pa.Schema) -> pa.Table:
+    """A row per candidate; each distinct item is written as JSON once."""
+    encoded = pc.dictionary_encode(unknown.items, null_encoding="encode")
+    texts = [quarantine_json({"item_id": item}) for item in encoded.dictionary.to_pylist()]
+    num = len(unknown)
+    columns = {
+        "table": pa.repeat("candidates", num),
+        "key": unknown.keys,
+        "rule": pa.repeat("unknown_item", num),
+        "message": pa.repeat("the candidate is not in the catalog", num),
+        "payload": pa.array(texts, pa.string()).take(encoded.indices),
+        "file": pa.nulls(num, pa.string()),
+    }
+    return pa.table([columns[name] for name in schema.names], schema=schema)
 
 
 def stage(plan: RunPlan, shard: Shard, attempt: str, kind: str, table: pa.Table) -> StagedFile:

@@ -222,8 +222,8 @@ class ParquetTable:
         pointers.remove_if_there(files.join(self.partition, SUCCESS))
 
     def _whole(self, pointer: Pointer) -> bool:
-        there = set(files.list_names(self.partition))
-        return all(file.name in there for file in pointer.files)
+        there = files.list_sizes(self.partition)
+        return all(there.get(file.name) == file.bytes for file in pointer.files)
 
     def _settle(self, pointer: Pointer) -> None:
         """Remove what the pointer does not name, except files of a publisher that came later."""

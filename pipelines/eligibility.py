@@ -24,10 +24,11 @@ from schemas.eligibility import (
     attributes,
     user_columns,
 )
-from schemas.errors import ConfigError, quoted
+from schemas.errors import ConfigError, RunError, quoted
 from schemas.requests import Eligibility
 from schemas.tables import type_words
 
+_MOST_CELLS = 1 << 28  # segments x items of a shard; the trie's counts take some bytes for each
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
     "!=": operator.ne,
@@ -44,6 +45,9 @@ def eligible_items(expression: Expression, users: pa.Table, catalog: pa.Table) -
     Args:
         users: a column per users column of the expression, no nulls. catalog: a column per
         attribute of the expression. An attribute that is null matches nothing.
+
+    Raises:
+        RunError: more segments than memory has room for.
     """
     items = pl.from_arrow(catalog.select(list(attributes(expression))))
     assert isinstance(items, pl.DataFrame), "a table is a frame"
@@ -56,6 +60,13 @@ def eligible_items(expression: Expression, users: pa.Table, catalog: pa.Table) -
     segment = frame.select(pl.struct(names).rank("dense").cast(pl.Int64) - 1).to_series()
     first = frame.with_columns(segment.alias("__segment")).unique("__segment", keep="first")
     rows = first.sort("__segment").drop("__segment").to_dicts()
+    if len(rows) * len(catalog) > _MOST_CELLS:
+        raise RunError(
+            "task.eligibility makes too many segments of the users of a shard",
+            expected=f"at most {_MOST_CELLS // len(catalog):,} with {len(catalog):,} items",
+            got=f"{len(rows):,} combinations of {', '.join(names)}",
+            do="Compare with columns of fewer values, or lower run.shard_users.",
+        )
     masks = [_evaluate(expression, row, items) for row in rows]
     empty = np.zeros((0, len(catalog)), dtype=bool)
     return Eligibility(segment.to_numpy(), np.stack(masks) if masks else empty)

@@ -295,3 +295,18 @@ def test_a_column_of_durations_is_no_slot(nightshelf, tmp_path):
     pq.write_table(tables["users"].append_column("age", lasting), tmp_path / "users.parquet")
     config = write_config(tmp_path, prompt__template="{age}{history}")
     assert "'age' has the wrong type" in nightshelf("plan", config, check=3).err
+
+
+def test_too_many_segments_are_refused_before_memory_is_gone(nightshelf, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.eligibility._MOST_CELLS", 5 * 60)
+    tables = write_inputs(tmp_path)
+    write(tmp_path, "catalog", with_column(tables["catalog"], "price", list(range(60))))
+    users = tables["users"]
+    config = write_config(tmp_path, task={"generate": {}, "eligibility": "price < {user.limit}"})
+    write(tmp_path, "users", with_column(users, "limit", [u % 4 + 20 for u in range(40)]))
+    nightshelf("run", config)
+    write(tmp_path, "users", with_column(users, "limit", list(range(20, 60))))
+    done = nightshelf("run", config, check=4)
+    assert "too many segments" in done.err
+    assert "lower run.shard_users" in done.err
+    nightshelf("run", config, "--set", "run.shard_users=1")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Task = Literal["score", "generate"]
-PromptKind = Literal["history", "soft_token"]
+PromptKind = Literal["history", "soft_token", "long"]
 
 
 def _number(default: int, meaning: str) -> int:
@@ -114,7 +114,7 @@ def make_cases(s: Sizes) -> list[Case]:
         beams(f"{history}", history, s.users, s.vllm_width, peers=("beams_vllm", "ctranslate2")),
         score(f"{history}", both, s.batch_users, s.few_candidates),
         score(f"{history}-shared", both, s.batch_users, s.candidates, shared=True),
-        score("long", (s.long_min, s.long_max), s.users, s.candidates),
+        score("long", (s.long_min, s.long_max), s.users, s.candidates, prompt="long"),
         score("soft", (soft, soft), s.soft_users, s.few_candidates, prompt="soft_token"),
         score("soft", (soft, soft), s.soft_users, s.candidates, prompt="soft_token"),
         beams("soft", soft, s.soft_users, s.width, prompt="soft_token"),

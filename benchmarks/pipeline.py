@@ -31,6 +31,7 @@ import yaml
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LEVELS, _VECTOR, _PER_FILE, _K = 3, 64, 50_000, 20
+_GROUP = 5000  # rows of a row group, in tables of any size: a reader holds some of them at once
 _START_USERS = 4  # of the run whose time is taken for what every run pays once
 _FEWER = 10  # the larger run of the memory has so many times the users of the smaller
 
@@ -68,9 +69,9 @@ def write_tables(folder: Path, tables: Tables, engine: dict[str, Any], shard_use
         flat = pa.array(rng.normal(size=rows * _VECTOR).astype(np.float32))
         vectors = pa.FixedSizeListArray.from_arrays(flat, _VECTOR)
         users = {"user_id": ids, "embedding": vectors, "history": lists(rows, tables.history)}
-        pq.write_table(pa.table(users), folder / "users" / f"{first:09d}.parquet")
+        pq.write_table(pa.table(users), folder / "users" / f"{first:09d}.parquet", _GROUP)
         candidates = {"user_id": ids, "item_ids": lists(rows, tables.candidates)}
-        pq.write_table(pa.table(candidates), folder / "candidates" / f"{first:09d}.parquet")
+        pq.write_table(pa.table(candidates), folder / "candidates" / f"{first:09d}.parquet", _GROUP)
     soft = "{user_vector}" if engine["backend"] == "fake" else ""
     config = {
         "surface": "home",

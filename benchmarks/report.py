@@ -53,6 +53,7 @@ def make_report(
         "mfu": {
             "history": _mfu([p for p in played if p.work.case.prompt == "history"]),
             "soft_token": _mfu([p for p in played if p.work.case.prompt == "soft_token"]),
+            "long": _mfu([p for p in played if p.work.case.prompt == "long"]),
         },
         "pipeline_overhead": pipeline.get("overhead"),
         "peak_memory_ratio": pipeline.get("memory_ratio"),

@@ -144,7 +144,7 @@ def test_the_document_has_every_figure_and_null_for_what_was_not_run(report):
     assert set(report["ratios"]) == set(RATIOS)
     run = {key for key, value in report["ratios"].items() if value is not None}
     assert run == {"score_vs_resend", "score_vs_hf_shared", "score_vs_linear", "beam_vs_hf"}
-    assert set(report["mfu"]) == {"history", "soft_token"}
+    assert set(report["mfu"]) == {"history", "soft_token", "long"}
     assert all(value > 0 for value in report["mfu"].values())
     assert report["pipeline_overhead"] is None
     assert report["peak_memory_ratio"] is None

@@ -219,10 +219,14 @@ def test_each_user_may_have_a_k_of_its_own(nightshelf, tmp_path):
 def test_a_second_run_of_the_same_partition_waits_its_turn(nightshelf, tmp_path):
     from filelock import FileLock
 
+    from jobs.run import lock_path
+    from pipelines.plan import plan_run
+    from schemas.config_file import load_config
+
     write_inputs(tmp_path)
     config = write_config(tmp_path)
-    (tmp_path / "runs/published").mkdir(parents=True)
-    with FileLock(tmp_path / "runs/published/ds=2026-11-28-surface=home.json.lock"):
+    plan = plan_run(load_config(str(config)))
+    with FileLock(lock_path(plan)):
         err = nightshelf("run", config, "--set", "task.k=3", check=4).err
         assert "another run of this date and surface is at work" in err
         nightshelf("run", config, "--ds", "2026-11-29")  # another partition is free

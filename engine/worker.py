@@ -7,8 +7,9 @@ prefill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ from schemas.requests import (
 )
 from schemas.semantic_ids import ItemTokens, TextTokens
 from schemas.settings import GenerateSettings, RunConfig
+
+T = TypeVar("T")
 
 _ROWS = 8192  # packed together where memory says nothing
 _LEAST_ROWS = 256  # below this it is not the pack that does not fit
@@ -145,25 +148,23 @@ class Engine:
         A pack that does not fit in the device's memory is cut in two, and later ones are packed
         smaller.
         """
+        return BatchResult.join(self._cut_to_fit(self._run_distinct, prepared, pack))
+
+    def _cut_to_fit(
+        self, work: Callable[[Prepared, Ints], T], prepared: Prepared, pack: Ints
+    ) -> list[T]:
+        """Work on the pack, or, where memory does not hold it, on its halves in turn; from then on
+        half as many rows are packed together."""
         try:
-            return self._run_distinct(prepared, pack)
+            return [work(prepared, pack)]
         except torch.OutOfMemoryError:
-            if not self._shrink(len(pack)):
+            if len(pack) == 1 and self._max_rows <= _LEAST_ROWS:
                 raise
-        return BatchResult.join([self.run(prepared, part) for part in self._halves(pack)])
-
-    def _shrink(self, users: int) -> bool:
-        """Take half as many rows from now on; whether trying again can help."""
-        if users == 1 and self._max_rows <= _LEAST_ROWS:
-            return False
         self._max_rows = max(_LEAST_ROWS, self._max_rows // 2)
-        return True
-
-    def _halves(self, pack: Ints) -> list[Ints]:
-        """The pack in two, once what the failed attempt held is given back."""
         if self._backend.facts.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return [part for part in np.array_split(pack, 2) if len(part)]
+            torch.cuda.empty_cache()  # of what the failed attempt held
+        halves = [part for part in np.array_split(pack, 2) if len(part)]
+        return [one for half in halves for one in self._cut_to_fit(work, prepared, half)]
 
     def _run_distinct(self, prepared: Prepared, pack: Ints) -> BatchResult:
         """Users whose work is the same are run once."""
@@ -219,12 +220,7 @@ class Engine:
 
     def embed(self, prepared: Prepared, pack: Ints) -> np.ndarray:
         """Embeddings of the users of one pack `[users, hidden]` float32; cut in two like `run`."""
-        try:
-            return self._embed(prepared, pack)
-        except torch.OutOfMemoryError:
-            if not self._shrink(len(pack)):
-                raise
-        return np.concatenate([self.embed(prepared, part) for part in self._halves(pack)])
+        return np.concatenate(self._cut_to_fit(self._embed, prepared, pack))
 
     @torch.inference_mode()
     def _embed(self, prepared: Prepared, pack: Ints) -> np.ndarray:

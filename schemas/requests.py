@@ -272,6 +272,8 @@ class BatchResult:
     @classmethod
     def join(cls, parts: list[BatchResult]) -> BatchResult:
         """The results of batches one after another, as one."""
+        if len(parts) == 1:
+            return parts[0]
         starts = np.cumsum([0, *(part.num_users for part in parts)])
 
         def joined(name: str, field: str) -> NDArray[Any]:

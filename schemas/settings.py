@@ -29,7 +29,6 @@ from schemas.templates import PromptTemplate, parse_template
 
 ScoreNorm = Literal["full_vocab", "sid_range", "level", "trie"]
 CollisionPolicy = Literal["all", "most_popular", "first"]
-ItemName = Literal["sid", "text"]
 LengthNorm = Literal["sum", "mean"]
 Pooling = Literal["last", "mean"]
 LimitedGate = Literal[

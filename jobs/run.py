@@ -223,10 +223,14 @@ def _audit_path(plan: RunPlan) -> str:
     return files.join(plan.run_dir, "audit.json")
 
 
+def last_audit(plan: RunPlan) -> AuditReport:
+    """The report that `audit_step` kept last."""
+    return AuditReport.model_validate(files.read_json(_audit_path(plan)))
+
+
 def _passed_audit(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
     """The audit of exactly these receipts."""
-    path = _audit_path(plan)
-    audit = AuditReport.model_validate(files.read_json(path)) if files.exists(path) else None
+    audit = last_audit(plan) if files.exists(_audit_path(plan)) else None
     if audit is None or audit.attempts != {r.shard: r.attempt for r in receipts}:
         raise RunError(
             "the run has not been audited as it is now", where=plan.run_dir, do="Audit it first."

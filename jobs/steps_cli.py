@@ -31,6 +31,7 @@ from jobs.progress import AnyProgress, open_progress
 from jobs.run import (
     Clock,
     audit_step,
+    last_audit,
     load_plan,
     only_run_of,
     plan_path,
@@ -40,7 +41,6 @@ from jobs.run import (
     score_step,
 )
 from pipelines import files
-from pipelines.audit import audit_run
 from pipelines.plan import check_unchanged, plan_run
 from schemas.config_file import load_config
 from schemas.errors import AuditRefusedError, ConfigError
@@ -83,117 +83,70 @@ def the_plan(target: str, run_id: str | None, ds: str | None, set_: list[str] | 
     return plan
 
 
-def _step(
-    body: Callable[[AnyProgress], dict[str, object]],
-    log_format: LogFormat,
-    output: Output,
-    debug: bool,
-) -> None:
-    """Run a step and print what it came to."""
-
-    def work() -> None:
-        with open_progress(stderr(), log_format) as progress:
-            result = body(progress)
-        if output is Output.json:
-            typer.echo(json.dumps(result))
-        else:
-            stdout().print(", ".join(f"{k} {v}" for k, v in result.items()), highlight=False)
-
-    guard(work, output, debug, log_format)
+Step = Callable[[RunPlan, AnyProgress, Output], None]
 
 
-@steps.command()
-def prepare(
-    target: TargetArg,
-    run_id: RunIdOption = None,
-    ds: DsOption = None,
-    set_: SetOption = None,
-    log_format: LogFormatOption = LogFormat.text,
-    output: OutputOption = Output.text,
-    debug: DebugOption = False,
-) -> None:
-    """Plan a run and write its shards. Prints the run's id and folder."""
+def _command(name: str, step: Step, words: str) -> None:
+    """Register one step: all of them take a run and say what became of it the same way."""
 
-    def body(progress: AnyProgress) -> dict[str, object]:
-        plan = the_plan(target, run_id, ds, set_)
-        with only_run_of(plan):
-            prepare_step(plan, progress)
-        return {
-            "run_id": plan.run_id,
-            "status": "prepared",
-            "shards": plan.num_shards,
-            "run_dir": plan.run_dir,
-        }
+    def command(
+        target: TargetArg,
+        run_id: RunIdOption = None,
+        ds: DsOption = None,
+        set_: SetOption = None,
+        log_format: LogFormatOption = LogFormat.text,
+        output: OutputOption = Output.text,
+        debug: DebugOption = False,
+    ) -> None:
+        def body() -> None:
+            plan = the_plan(target, run_id, ds, set_)
+            with only_run_of(plan), open_progress(stderr(), log_format) as progress:
+                step(plan, progress, output)
 
-    _step(body, log_format, output, debug)
+        guard(body, output, debug, log_format)
+
+    steps.command(name, help=words)(command)
 
 
-@steps.command()
-def score(
-    target: TargetArg,
-    run_id: RunIdOption = None,
-    ds: DsOption = None,
-    set_: SetOption = None,
-    log_format: LogFormatOption = LogFormat.text,
-    output: OutputOption = Output.text,
-    debug: DebugOption = False,
-) -> None:
-    """Score the shards of a prepared run that are not done yet."""
-
-    def body(progress: AnyProgress) -> dict[str, object]:
-        plan = the_plan(target, run_id, ds, set_)
-        with only_run_of(plan):
-            score_step(plan, LocalLauncher(), progress, Clock())
-        rows = sum(receipt.counts.rows_staged for receipt in receipts_of(plan))
-        return {"run_id": plan.run_id, "status": "scored", "rows": rows, "run_dir": plan.run_dir}
-
-    _step(body, log_format, output, debug)
+def _say(output: Output, **result: object) -> None:
+    if output is Output.json:
+        typer.echo(json.dumps(result))
+    else:
+        stdout().print(", ".join(f"{k} {v}" for k, v in result.items()), highlight=False)
 
 
-@steps.command()
-def audit(
-    target: TargetArg,
-    run_id: RunIdOption = None,
-    ds: DsOption = None,
-    set_: SetOption = None,
-    log_format: LogFormatOption = LogFormat.text,
-    output: OutputOption = Output.text,
-    debug: DebugOption = False,
-) -> None:
-    """Apply the audit's gates to a scored run, and show them all. Exit 6 when one refuses."""
-
-    def body() -> None:
-        plan = the_plan(target, run_id, ds, set_)
-        with only_run_of(plan), open_progress(stderr(), log_format) as progress:
-            try:
-                report = audit_step(plan, progress, Clock())
-            except AuditRefusedError:
-                _print_audit(audit_run(plan, receipts_of(plan)), output)
-                raise
-        _print_audit(report, output)
-
-    guard(body, output, debug, log_format)
+def _prepare(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
+    prepare_step(plan, progress)
+    about = {"run_id": plan.run_id, "status": "prepared", "shards": plan.num_shards}
+    _say(output, **about, run_dir=plan.run_dir)
 
 
-@steps.command()
-def publish(
-    target: TargetArg,
-    run_id: RunIdOption = None,
-    ds: DsOption = None,
-    set_: SetOption = None,
-    log_format: LogFormatOption = LogFormat.text,
-    output: OutputOption = Output.text,
-    debug: DebugOption = False,
-) -> None:
-    """Publish a run that its audit let pass."""
+def _score(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
+    score_step(plan, LocalLauncher(), progress, Clock())
+    rows = sum(receipt.counts.rows_staged for receipt in receipts_of(plan))
+    _say(output, run_id=plan.run_id, status="scored", rows=rows, run_dir=plan.run_dir)
 
-    def body() -> None:
-        plan = the_plan(target, run_id, ds, set_)
-        with only_run_of(plan), open_progress(stderr(), log_format) as progress:
-            manifest = publish_step(plan, progress, Clock())
-        print_summary(manifest, output)
 
-    guard(body, output, debug, log_format)
+def _audit(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
+    try:
+        _print_audit(audit_step(plan, progress, Clock()), output)
+    except AuditRefusedError:
+        _print_audit(last_audit(plan), output)
+        raise
+
+
+def _publish(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
+    print_summary(publish_step(plan, progress, Clock()), output)
+
+
+_command("prepare", _prepare, "Plan a run and write its shards. Prints the run's id and folder.")
+_command("score", _score, "Score the shards of a prepared run that are not done yet.")
+_command(
+    "audit",
+    _audit,
+    "Apply the audit's gates to a scored run, and show them all. Exit 6 when one refuses.",
+)
+_command("publish", _publish, "Publish a run that its audit let pass.")
 
 
 def _print_audit(report: AuditReport, output: Output) -> None:

@@ -82,7 +82,7 @@ class DeltaLakeTable:
             stream = _Stream(rows, pa.schema(table.schema().to_arrow()))
             try:
                 return self._commit(base, rows.plan.run_id, rows.rows, stream.open)
-            except Exception as err:
+            except Exception as err:  # whatever it is, ours behind it is what went wrong
                 if stream.broken is not None:  # delta-rs made a text of it
                     raise stream.broken from err
                 raise
@@ -150,7 +150,7 @@ class DeltaLakeTable:
             yield
         except NightshelfError:
             raise
-        except Exception as err:
+        except Exception as err:  # delta-rs raises many kinds; a user gets one, with its words
             raise StorageError(
                 f"the Delta table could not be used: {type(err).__name__}",
                 got=quoted(str(err).strip().partition("\n")[0]),

@@ -153,7 +153,7 @@ class IcebergTable:
             raise ConfigError(
                 "output.catalog needs a package that is not installed", got=_first_line(err)
             ) from err
-        except Exception as err:
+        except Exception as err:  # of the catalog, its store or its database: one kind for users
             raise StorageError(
                 f"the Iceberg table could not be used: {type(err).__name__}",
                 got=_first_line(err),

@@ -71,7 +71,7 @@ def together(paths: list[str]) -> None:
     os.close(go)
     for pid, path in zip(pids, paths, strict=True):
         os.waitpid(pid, 0)
-        print(Path(f"{path}.done").read_text())  # noqa: T201
+        print(Path(f"{path}.done").read_text())  # noqa: T201  read by the parent
 
 
 class Moments:
@@ -143,7 +143,7 @@ def killed(how: str, points: int, seed: int, old: Run, new: Run) -> None:
         died += os.WIFSIGNALED(status)
         assert os.WIFSIGNALED(status) or status == 0, status
         assert in_a_child(check) == 0, f"killed at {point} of {total}"
-    print(died)  # noqa: T201
+    print(died)  # noqa: T201  read by the parent
 
 
 def assert_clean(run: Run) -> None:

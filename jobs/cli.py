@@ -31,6 +31,7 @@ from jobs.options import (
 from jobs.printing import print_plan, print_runs, print_summary, print_user
 from jobs.progress import open_progress
 from jobs.publish_cli import rollback
+from jobs.report_cli import report
 from jobs.run import plan_path, run_job
 from jobs.steps_cli import steps
 from jobs.upkeep_cli import upkeep
@@ -153,6 +154,7 @@ def schema() -> None:
 
 app.registered_commands += steps.registered_commands
 app.registered_commands += upkeep.registered_commands
+app.command()(report)
 app.command()(rollback)
 app.command(context_settings=BENCH_CONTEXT)(bench)
 

@@ -45,6 +45,7 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
         ("time", f"{summary['seconds']:.1f} s, {summary['users_per_s']:,.0f} users/s"),
         ("table", summary["published"]),
         ("run folder", summary["run_dir"]),
+        ("report", summary["report"] or "not written"),
     ):
         table.add_row(label, str(value))
     console.print(table)

@@ -57,8 +57,18 @@ RunIdOption = Annotated[
 ]
 
 
-def the_plan(target: str, run_id: str | None, ds: str | None, set_: list[str] | None) -> RunPlan:
+def the_plan(
+    target: str,
+    run_id: str | None,
+    ds: str | None,
+    set_: list[str] | None,
+    *,
+    same_model: bool = True,
+) -> RunPlan:
     """The plan of a run folder, of a run id, or of a configuration as it is now.
+
+    Args:
+        same_model: insist that the model is the one that was planned with.
 
     Raises:
         ConfigError: --ds or --set for a run that is planned already.
@@ -79,7 +89,8 @@ def the_plan(target: str, run_id: str | None, ds: str | None, set_: list[str] | 
         if run_id is None:
             return plan_run(config)
         plan = load_plan(files.join(config.run.work_dir, run_id))
-    check_unchanged(plan)
+    if same_model:
+        check_unchanged(plan)
     return plan
 
 

@@ -1,0 +1,40 @@
+"""The report of a run: one page of HTML that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipelines import files
+from pipelines.report.charts import draw_charts
+from pipelines.report.examples import choose_examples
+from pipelines.report.figures import measure
+from pipelines.report.page import render
+from pipelines.report.staged import check_staged
+from schemas.runs import RunManifest, RunPlan
+
+__all__ = ["report_path", "write_report"]
+
+
+def report_path(plan: RunPlan) -> str:
+    """Where a run's report is."""
+    return files.join(plan.run_dir, "report.html")
+
+
+def write_report(manifest: RunManifest, users: Sequence[str] = ()) -> str:
+    """Write the page of a run that has ended, however it ended; its path.
+
+    Args:
+        manifest: of the run; its shards may be those that were done when it failed.
+        users: ids to show besides those of `report.examples`.
+
+    Raises:
+        StorageError: staged files are gone, or the page cannot be written.
+        ConfigError: an id of `users` cannot be one of this table.
+    """
+    check_staged(manifest)
+    figures = measure(manifest)
+    charts = draw_charts(figures, manifest.plan.config.task.k)
+    page = render(manifest, figures, charts, choose_examples(manifest, users))
+    path = report_path(manifest.plan)
+    files.write_bytes(path, page.encode())
+    return path

@@ -356,7 +356,7 @@ def report_of(manifest: RunManifest, users: Sequence[str] = ()) -> RunManifest:
     """
     from pipelines.report import write_report  # loads jinja2 and matplotlib
 
-    manifest = manifest.model_copy(update={"report": write_report(manifest, users)})
+    manifest = write_report(manifest, users)
     keep_manifest(manifest)
     return manifest
 

@@ -53,16 +53,12 @@ def of_numbers(frame: pl.LazyFrame, column: str) -> Distribution | None:
         column: its nulls are left out.
     """
     value = pl.col(column).cast(pl.Float64)
-    frame = frame.select(value).drop_nulls()
     ends = frame.select(value.min().alias("low"), value.max().alias("high"))
     low, high = ends.collect(engine="streaming").row(0)
     if low is None:
         return None
     width = (high - low) / _FINE or 1.0
-    bin_of = ((value - low) / width).floor().clip(0, _FINE - 1).cast(pl.Int32).alias("bin")
-    found = frame.select(bin_of).group_by("bin").len().collect(engine="streaming")
-    fine = np.zeros(_FINE, dtype=np.int64)
-    fine[found["bin"].to_numpy()] = found["len"].to_numpy()
+    fine = _bins(frame, column, low, width, _FINE)
     edges: Floats = low + width * np.arange(_FINE + 1, dtype=np.float64)
     return _shown(edges, fine, low, high)
 
@@ -107,10 +103,20 @@ def of_shares(values: Floats, steps: int) -> Distribution | None:
     )
 
 
-def of_values(values: Floats, edges: Sequence[float]) -> tuple[int, ...]:
+def in_bars(frame: pl.LazyFrame, column: str, edges: Sequence[float]) -> tuple[int, ...]:
     """How many values lie in each bar of another distribution; outliers in the outermost."""
-    at = np.searchsorted(np.asarray(edges[1:-1]), values, side="right")
-    return tuple(np.bincount(at, minlength=len(edges) - 1).tolist())
+    num = len(edges) - 1
+    return tuple(_bins(frame, column, edges[0], edges[1] - edges[0], num).tolist())
+
+
+def _bins(frame: pl.LazyFrame, column: str, first: float, width: float, num: int) -> Ints:
+    """Values in each of `num` bins of one width; those outside are in the outermost."""
+    value = pl.col(column).cast(pl.Float64)
+    bin_of = ((value - first) / width).floor().clip(0, num - 1).cast(pl.Int32).alias("bin")
+    found = frame.select(bin_of).drop_nulls().group_by("bin").len().collect(engine="streaming")
+    counts = np.zeros(num, dtype=np.int64)
+    counts[found["bin"].to_numpy()] = found["len"].to_numpy()
+    return counts
 
 
 def _quantiles(values: Floats, counts: Ints) -> tuple[float, ...]:

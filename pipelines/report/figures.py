@@ -14,10 +14,10 @@ from pipelines import files
 from pipelines.profile import load_sample, overlaps
 from pipelines.report.distributions import (
     Distribution,
+    in_bars,
     of_integers,
     of_numbers,
     of_shares,
-    of_values,
 )
 from pipelines.report.exposure import Exposure, measure_exposure
 from pipelines.report.staged import scan
@@ -91,13 +91,7 @@ def measure(manifest: RunManifest) -> Figures:
 def _first_scores(rows: pl.LazyFrame | None, scores: Distribution | None) -> tuple[int, ...]:
     if rows is None or scores is None:
         return ()
-    edges = list(scores.edges[1:-1])
-    first = rows.filter(pl.col("rank") == 1).select(pl.col("score").cast(pl.Float64))
-    at = pl.col("score").cut(edges, left_closed=True).to_physical().alias("bar")
-    found = first.select(at).group_by("bar").len().collect(engine="streaming")
-    counts = np.zeros(len(scores.counts), dtype=np.int64)
-    counts[found["bar"].to_numpy()] = found["len"].to_numpy()
-    return tuple(counts.tolist())
+    return in_bars(rows.filter(pl.col("rank") == 1), "score", scores.edges)
 
 
 def _whole_numbers(outcomes: pl.LazyFrame, column: str) -> Distribution | None:
@@ -122,7 +116,7 @@ def _compare(manifest: RunManifest, scores: Distribution | None) -> Comparison |
     if now is None or before is None or now.schema != before.schema:
         return Comparison(run_id=other, users=0, mean=None, overlap=None, scores=())
     shares = overlaps(before, now)
-    theirs = of_values(before["score"].to_numpy(), scores.edges) if scores is not None else ()
+    theirs = in_bars(before.lazy(), "score", scores.edges) if scores is not None else ()
     return Comparison(
         run_id=other,
         users=len(shares),

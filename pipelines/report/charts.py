@@ -178,6 +178,7 @@ def _minus(value: float) -> str:
 def _scores(figures: Figures, scores: Distribution) -> Chart:
     figure, axes = _axes("score, nats", "share")
     _bars(axes, scores)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     series = [Series(name="all items", mark="area", colour=1)]
     columns, counts = ["score", "items"], [scores.counts]
     first = np.asarray(figures.first_scores)
@@ -236,10 +237,11 @@ def _prompt_tokens(tokens: Distribution) -> Chart:
 def _legal_mass(mass: Distribution) -> Chart:
     figure, axes = _axes("probability of staying in the catalog")
     _bars(axes, mass)
-    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
     says = (
-        f"The first token stays in the catalog with probability {mass.p50:.3f} for the user in the "
-        f"middle, below {mass.p5:.3f} for one in twenty."
+        f"The first token stays in the catalog with probability {mass.p50:.3g} for the user in the "
+        f"middle, below {mass.p5:.3g} for one in twenty."
     )
     columns = ("probability", "users")
     return _plain("legal_mass", "Legal mass", says, figure, mass, columns, _range)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from schemas.requests import Ints
 Floats = NDArray[np.float64]
 
 _FINE = 4000  # bins of the first count; what is shown is read from them
-_BARS = 40
+_FEWEST, _MOST = 8, 40  # bars
 _TAIL = 0.002  # share of values that the leftmost bar may hold besides its own
 
 
@@ -70,7 +71,7 @@ def of_integers(values: Ints, counts: Ints) -> Distribution | None:
     there = np.flatnonzero(counts)
     values = values.astype(np.int64)[there]
     low, high = int(values.min()), int(values.max())
-    step = max(1, -(-(high - low + 1) // _BARS))
+    step = max(1, -(-(high - low + 1) // _bars(int(counts.sum()))))
     bars = np.bincount((values - low) // step, weights=counts[there])
     edges = low - 0.5 + step * np.arange(len(bars) + 1)
     order = np.argsort(values)
@@ -119,6 +120,11 @@ def _bins(frame: pl.LazyFrame, column: str, first: float, width: float, num: int
     return counts
 
 
+def _bars(total: int) -> int:
+    """How many bars so many values fill: the Rice rule, 2 n^(1/3)."""
+    return int(min(_MOST, max(_FEWEST, math.ceil(2 * math.cbrt(total)))))
+
+
 def _quantiles(values: Floats, counts: Ints) -> tuple[float, ...]:
     """The 5th, 50th and 95th percentile of sorted values with their counts."""
     reached = counts.cumsum()
@@ -130,7 +136,7 @@ def _shown(edges: Floats, fine: Ints, low: float, high: float) -> Distribution:
     """Bars wide enough to see, from where the values begin in earnest."""
     p5, p50, p95 = _quantiles((edges[1:] + edges[:-1]) / 2, fine)
     begin = int(np.searchsorted(fine.cumsum(), _TAIL * fine.sum()))
-    step = max(1, -(-(_FINE - begin) // _BARS))
+    step = max(1, -(-(_FINE - begin) // _bars(int(fine.sum()))))
     begin = max(0, _FINE - step * -(-(_FINE - begin) // step))
     bars = np.add.reduceat(fine[begin:], np.arange(0, _FINE - begin, step))
     bars[0] += fine[:begin].sum()

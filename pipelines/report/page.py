@@ -11,11 +11,12 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from functools import cache
 from importlib.resources import files as package_files
 from typing import Any
 
 import yaml
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from pipelines import files
@@ -40,7 +41,7 @@ def render(
     told: Told = tell(manifest, figures, len(examples.users))
     drawn = [{**_fields(chart), "svg": Markup(chart.svg)} for chart in charts]
     empty = sum(user["status"] == "nothing_eligible" for user in examples.users)
-    return _environment().from_string(_template("report.html")).render(
+    return _page().render(
         manifest=manifest,
         plan=manifest.plan,
         embed=task.embed is not None,
@@ -69,6 +70,12 @@ def _fields(one: Any) -> dict[str, Any]:
 
 def _template(name: str) -> str:
     return (package_files("pipelines.report") / "templates" / name).read_text(encoding="utf-8")
+
+
+@cache
+def _page() -> Template:
+    """The template; a process that ends many runs compiles it once."""
+    return _environment().from_string(_template("report.html"))
 
 
 def _environment() -> Environment:

@@ -189,7 +189,7 @@ def _tiles(manifest: RunManifest, numbers: dict[str, Any]) -> tuple[Fact, ...]:
     tiles.append(_rate(numbers))
     if numbers["cost"] is not None:
         per = f"{numbers['cost_per_million_users']:,.2f} per million users"
-        tiles.append(Fact(label="Cost", key="cost", digits=2, note=per))
+        tiles.append(Fact(label="Cost", key="cost", digits=_cents(numbers["cost"]), note=per))
     return tuple(tiles)
 
 
@@ -200,9 +200,16 @@ def _share(label: str, key: str, numbers: dict[str, Any], note: str, none: str =
 
 def _rate(numbers: dict[str, Any]) -> Fact:
     known = numbers["users_per_device_s"] is not None
-    note = f"of a device; {numbers['device_hours']:.3f} hours"
+    hours = numbers["device_hours"]
+    took = f"{3600 * hours:,.0f} s" if hours < 1 else f"{hours:,.1f} hours"
+    note = f"of a device, which took {took}"
     key = "users_per_device_s" if known else None
     return Fact(label="Users per second", key=key, digits=1, note=note, none="no shard")
+
+
+def _cents(cost: float | None) -> int:
+    """Digits behind the point that say something of a price."""
+    return 4 if cost is not None and cost < 1 else 2
 
 
 def _user_rows(manifest: RunManifest, figures: Figures) -> tuple[Row, ...]:
@@ -220,7 +227,8 @@ def _user_rows(manifest: RunManifest, figures: Figures) -> tuple[Row, ...]:
         short = [(why, n) for status, why, n in figures.outcomes if status == "recommended" and why]
         rows += [row(f"with a short list: {why.replace('_', ' ')}", n, 2) for why, n in short]
     rows.append(row("quarantined", c.users_quarantined, 1, "users_quarantined"))
-    rows += [row(rule.rule, rule.rows, 2) for rule in figures.rules if rule.table == "users"]
+    users = [rule for rule in figures.rules if rule.table == "users"]
+    rows += [row(rule.rule.replace("_", " "), rule.rows, 2) for rule in users]
     if not manifest.plan.config.task.embed:
         key = "users_without_eligible"
         rows.append(row("nothing eligible", c.users_without_eligible, 1, key))
@@ -263,7 +271,7 @@ def _work(manifest: RunManifest, numbers: dict[str, Any]) -> tuple[Fact, ...]:
         Fact(label="Device hours", key="device_hours", digits=4, note="shards, start to receipt"),
         Fact(label="Time in the engine", key="engine_share", percent=True),
         Fact(label="Users per device second", key="users_per_device_s", digits=1),
-        Fact(label="Cost", key="cost", digits=2, none=price),
+        Fact(label="Cost", key="cost", digits=_cents(numbers["cost"]), none=price),
         Fact(label="Cost per million users", key="cost_per_million_users", digits=2, none=price),
         Fact(label="Prompt tokens", key="prompt_tokens"),
         Fact(label="Prompt tokens per engine second", key="tokens_per_engine_s"),

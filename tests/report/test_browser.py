@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.report.runs import HOSTILE_USERS
+from tests.report.runs import HOSTILE_USERS, KINDS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -108,9 +108,13 @@ def find(browser, css):
     return browser.find_elements("css selector", css)
 
 
-@pytest.mark.parametrize(("width", "theme"), VIEWS)
-def test_a_page_is_quiet_and_fits_its_window(browser, any_run, width, theme):
-    with opened(browser, any_run.page, width, theme):
+@pytest.mark.parametrize(
+    ("kind", "width", "theme"),
+    [("everything", *view) for view in VIEWS]
+    + [(kind, *view) for kind in KINDS if kind != "everything" for view in (VIEWS[0], VIEWS[3])],
+)
+def test_a_page_is_quiet_and_fits_its_window(browser, made, kind, width, theme):
+    with opened(browser, made(kind).page, width, theme):
         wide = browser.execute_script("return document.documentElement.scrollWidth")
         assert wide <= width
         assert browser.execute_script(CONTRAST) == []

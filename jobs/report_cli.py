@@ -37,7 +37,10 @@ def report(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Write the page of a run that has ended again, with users of your choice."""
+    """Write a run's page again, with users of your choice.
+
+    Every run writes its page, report.html in its folder, when it ends.
+    """
 
     def body() -> None:
         plan = the_plan(target, run_id, ds, set_, same_model=False)

@@ -150,12 +150,12 @@ def _publish(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
     print_summary(publish_step(plan, progress, Clock()), output)
 
 
-_command("prepare", _prepare, "Plan a run and write its shards. Prints the run's id and folder.")
+_command("prepare", _prepare, "Plan a run and write its shards.\n\nPrints the run's id and folder.")
 _command("score", _score, "Score the shards of a prepared run that are not done yet.")
 _command(
     "audit",
     _audit,
-    "Apply the audit's gates to a scored run, and show them all. Exit 6 when one refuses.",
+    "Apply the audit's gates to a scored run, and show them all.\n\nExit 6 when one refuses.",
 )
 _command("publish", _publish, "Publish a run that its audit let pass.")
 

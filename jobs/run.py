@@ -314,7 +314,8 @@ def _write_manifest(
         launcher=_launcher(plan),
     )
     keep_manifest(manifest)
-    progress.step("report")
+    if status == "published":  # else the step that failed is still the one at work
+        progress.step("report")
     try:
         manifest = report_of(manifest)
     except Exception as err:  # a page: the run is what it is, whatever becomes of it

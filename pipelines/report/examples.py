@@ -24,7 +24,7 @@ from schemas.tables import DUPLICATE
 LIST_SHOWN = 20
 HISTORY_SHOWN = 20
 _EMPTY_SHOWN = 5
-_TEXT = 160  # characters of a title or a field
+_TEXT = 100  # characters of a title or a field
 _ID = 200
 _NUMBERS = 8  # of an embedding
 _HISTORY, _HISTORY_ITEMS = "shard.history", "shard.history_items"
@@ -40,6 +40,7 @@ class Examples:
 
     items: tuple[tuple[str, str | None], ...] = ()  # id, title
     users: tuple[dict[str, Any], ...] = ()
+    every_night: bool = False  # chosen by hash among all users, so that other runs show the same
 
 
 def choose_examples(manifest: RunManifest, wanted: Sequence[str] = ()) -> Examples:
@@ -52,8 +53,9 @@ def choose_examples(manifest: RunManifest, wanted: Sequence[str] = ()) -> Exampl
     num = manifest.plan.config.report.examples
     if outcomes is None or (num == 0 and not wanted):
         return Examples()
+    sample = load_sample(manifest.plan.run_dir)
     asked = _ids(manifest, wanted)
-    chosen = pl.concat([asked, _sampled(manifest, outcomes, num)]).unique(maintain_order=True)
+    chosen = pl.concat([asked, _sampled(sample, outcomes, num)]).unique(maintain_order=True)
     got = _of(outcomes, chosen)
     users = chosen.to_frame("user_id").join(got, on="user_id", how="left", maintain_order="left")
     recommended = _lists(manifest, chosen)
@@ -65,7 +67,8 @@ def choose_examples(manifest: RunManifest, wanted: Sequence[str] = ()) -> Exampl
     ]
     cards = [card | _set_aside(manifest, card["id"]) if card["status"] is None else card
              for card in cards]  # fmt: skip
-    return Examples(items=places.named(), users=tuple(cards))
+    every_night = sample is not None
+    return Examples(items=places.named(), users=tuple(cards), every_night=every_night)
 
 
 def _ids(manifest: RunManifest, wanted: Sequence[str]) -> pl.Series:
@@ -80,11 +83,10 @@ def _ids(manifest: RunManifest, wanted: Sequence[str]) -> pl.Series:
         ) from None
 
 
-def _sampled(manifest: RunManifest, outcomes: pl.LazyFrame, num: int) -> pl.Series:
+def _sampled(sample: pl.DataFrame | None, outcomes: pl.LazyFrame, num: int) -> pl.Series:
     """The users with the smallest hashes: of the audit's sample, which holds just those, or of the
     first shards where there is none.
     """
-    sample = load_sample(manifest.plan.run_dir)
     if sample is not None:
         users = sample.filter(pl.col("rank") == 1)["user_id"]
     else:

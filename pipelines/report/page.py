@@ -50,6 +50,7 @@ def render(
         rules=figures.rules,
         people=len(examples.users),
         without_list=empty,
+        every_night=examples.every_night,
         examples={
             "items": examples.items,
             "users": examples.users,

@@ -58,19 +58,38 @@ def on_a_terminal(*args: str | Path, interrupt_at: str = "", **env: str) -> tupl
     return code, sent.decode(errors="replace")
 
 
+def slow_config(folder: Path, **changes) -> tuple[Path, dict[str, str]]:
+    """A run of 40 users whose scoring takes long enough to be seen, and its environment."""
+    (folder / "trouble").mkdir()
+    (folder / "trouble/slow").write_text("0.5")
+    write_inputs(folder)
+    config = write_config(folder, engine__backend="tests.trouble:trouble_backend", **changes)
+    return config, {"NIGHTSHELF_TEST_TROUBLE": str(folder / "trouble")}
+
+
 def test_a_terminal_shows_each_step_and_a_bar(tmp_path):
-    write_inputs(tmp_path)
-    code, sent = on_a_terminal("run", write_config(tmp_path))
+    config, env = slow_config(tmp_path)
+    code, sent = on_a_terminal("run", config, **env)
     assert code == 0
     assert COLOUR.search(sent)
     plain = CONTROL.sub("", sent)
     for step in STEPS:
         assert re.search(rf"✓ {step} +\d+\.\d s", plain), step
     assert re.search(r"✓ score +\d+\.\d s  40 users", plain)
-    assert "40/40" in plain
-    assert "users/s" in plain
+    assert re.search(r"━ +\d+/40 users \S+ users/s \d:\d\d:\d\d ETA", plain)
     assert f"file://{tmp_path}/runs/" in sent  # the page can be clicked
     assert "\x1b[?25h" in sent.rpartition("\x1b[?25l")[2]  # the cursor is back
+
+
+def test_a_step_that_fails_is_marked(tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, audit={"min_exact_share": 1.0})
+    code, sent = on_a_terminal("run", config)
+    plain = CONTROL.sub("", sent)
+    assert code == 6
+    assert "✓ score" in plain
+    assert "✗ audit" in plain
+    assert "publish  " not in plain
 
 
 def test_no_color_is_obeyed(tmp_path):
@@ -100,13 +119,8 @@ def test_what_cannot_redraw_gets_plain_lines(tmp_path, env):
     assert "\x1b[?25l" not in sent
 
 
-def test_ctrl_c_on_a_terminal_ends_with_130_and_a_word(tmp_path, monkeypatch):
-    (tmp_path / "trouble").mkdir()
-    (tmp_path / "trouble/slow").write_text("0.5")
-    write_inputs(tmp_path)
-    config = write_config(tmp_path, engine__backend="tests.trouble:trouble_backend",
-                          run__workers=1, run__shard_users=2)  # fmt: skip
-    env = {"NIGHTSHELF_TEST_TROUBLE": str(tmp_path / "trouble")}
+def test_ctrl_c_on_a_terminal_ends_with_130_and_a_word(tmp_path):
+    config, env = slow_config(tmp_path, run__workers=1, run__shard_users=2)
     code, sent = on_a_terminal("run", config, interrupt_at="/40", **env)
     plain = CONTROL.sub("", sent)
     assert code == 130

@@ -181,6 +181,8 @@ def test_the_search_is_reached_by_keyboard_and_by_link(browser, made):
     with opened(browser, run_.page, 1280, "light", anchor="#user=31"):
         assert find(browser, "#cards article")[0].text.startswith("User 31")
     with opened(browser, run_.page, 1280, "light"):
+        stops = len(find(browser, '.scroll[tabindex="0"]'))
+        assert stops < len(find(browser, ".scroll")) / 4  # what does not scroll is no stop
         find(browser, "body")[0].send_keys(Keys.TAB)
         assert browser.switch_to.active_element.text == "Skip to the report"
         for _ in range(60):

@@ -155,7 +155,7 @@ def test_nothing_from_a_table_is_markup(made, user):
         assert user in ids
     titles = {title for _, title in examples["items"]}
     assert set(HOSTILE_TITLES[:4]) & titles
-    assert all(len(title) <= 160 for title in titles if title)
+    assert all(len(title) <= 100 for title in titles if title)
 
 
 def test_a_page_of_users_shows_their_history_and_what_they_got(made):
@@ -178,7 +178,7 @@ def test_a_page_of_users_shows_their_history_and_what_they_got(made):
         seen = [examples["items"][place][0] for place in card["history"]]
         assert seen == history[::-1][:20]
         for item, title in got:
-            assert title == (names[item] if len(names[item]) <= 160 else names[item][:159] + "…")
+            assert title == (names[item] if len(names[item]) <= 100 else names[item][:99] + "…")
     assert any(x[3] for card in cards for x in card["items"])  # new since the run before
 
 

@@ -1,5 +1,16 @@
 "use strict";
 (() => {
+  // A box is a stop of the keyboard only while there is something to scroll in it.
+  const stops = () => {
+    for (const box of document.querySelectorAll(".scroll")) {
+      box.tabIndex = box.scrollWidth > box.clientWidth || box.scrollHeight > box.clientHeight ? 0 : -1;
+    }
+  };
+  addEventListener("resize", stops);
+  addEventListener("toggle", stops, true);
+  stops();
+})();
+(() => {
   const block = document.getElementById("examples");
   if (!block) return;
   const { items, users, both: twoTasks } = JSON.parse(block.textContent);

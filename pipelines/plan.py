@@ -26,6 +26,7 @@ from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import (
     EXCLUSIONS,
+    USER_EXCLUSIONS,
     IdType,
     candidate_shape,
     id_type,
@@ -90,7 +91,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         config=config,
         inputs=inputs,
         hashes=hashes,
-        num_shards=max(1, -(-inputs["users"].rows // config.run.shard_users)),
+        num_shards=_shards(config, inputs["users"]),
         user_id_type=user_id,
         item_id_type=item_id,
         vector_dim=_vector_dim(config, schemas["users"], inputs["users"]),
@@ -102,7 +103,7 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
     """Every file of every table, each checked against the table's contract on its own."""
     tables: dict[str, InputTable] = {}
     schemas: dict[str, pa.Schema] = {}
-    paths = config.inputs.model_dump()
+    paths = config.inputs.tables
     if not config.task.uses_candidates:
         del paths["candidates"]
     if config.task.embed is not None:
@@ -123,25 +124,69 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
                 eligibility=wanted_of_users,
                 k_column=config.task.k_column,
                 labels_column=config.task.label.labels_column if config.task.label else None,
+                candidates=_candidates_of_users(config),
+                exclusions=config.inputs.self_contained and config.needs_items,
             ),
             "catalog": items_contract(config),
             "exclusions": EXCLUSIONS,
         }
         found: list[InputFile] = []
+        columns: dict[str, str] = {}  # of the first file
         for file in list_items(config) if name == "catalog" else files.list_parquet(path, name):
             if name == "catalog":
                 described, schema = describe_items(config, file)
             else:
                 described, schema = files.describe_file(file, name)
             if name == "candidates":
-                by_segment = candidate_shape(schema, file) == "segment"
+                shape = candidate_shape(schema, file)
+                by_segment = shape == "segment"
+                if config.inputs.self_contained and shape in ("long", "wide"):
+                    raise TableError(
+                        "candidates of each user are not joined with inputs.self_contained",
+                        expected="the users column item_ids, or candidates by segment or for all",
+                        got=f"the columns of {shape} candidates",
+                        where=file,
+                    )
             else:
                 contracts[name].check(schema, file)
+            if not found:
+                columns = {field.name: str(field.type) for field in schema}
+            if name == "users":  # columns that the run does not read have no part in the checks
+                schema = pa.schema([schema.field(n) for n in contracts[name].present(schema)])
             _check_same(schemas.setdefault(name, schema), schema, name, file)
             found.append(described)
-        columns = {field.name: str(field.type) for field in schemas[name]}
         tables[name] = InputTable(name=name, files=tuple(found), columns=columns)
     return tables, schemas
+
+
+def _candidates_of_users(config: RunConfig) -> bool:
+    """Whether each user's candidates stand in the users table."""
+    return (
+        config.inputs.self_contained
+        and config.task.uses_candidates
+        and config.inputs.candidates is None
+    )
+
+
+def _shards(config: RunConfig, users: InputTable) -> int:
+    """Number of shards.
+
+    Raises:
+        TableError: a file of a self-contained table is too large to be a shard.
+    """
+    most = config.run.shard_users
+    if not config.inputs.self_contained:
+        return max(1, -(-users.rows // most))
+    large = max(users.files, key=lambda file: file.rows)
+    if large.rows > most:
+        raise TableError(
+            "users: a file is too large to be a shard",
+            expected=f"at most run.shard_users = {most} rows per file, with inputs.self_contained",
+            got=f"{large.rows} rows",
+            where=large.path,
+            do="Write smaller files, raise run.shard_users, or leave inputs.self_contained out.",
+        )
+    return len(users.files)
 
 
 def _check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable]) -> None:
@@ -162,7 +207,7 @@ def _check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, Input
 
 def _check_same(first: pa.Schema, schema: pa.Schema, table: str, file: str) -> None:
     """Files of one table must agree on the kind of their ids, and candidates on their shape."""
-    for column in ("user_id", "item_id", "item_ids", "history"):
+    for column in ("user_id", "item_id", "item_ids", "history", USER_EXCLUSIONS):
         if (column in first.names) != (column in schema.names):
             if table == "candidates":
                 raise TableError("candidates: files have different shapes", where=file)
@@ -182,8 +227,9 @@ def _check_id_types(
     schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable], user_id: str, item_id: str
 ) -> None:
     """The same id must have the same type in every table, or nothing would ever join."""
-    expected = {"user_id": user_id, "item_id": item_id, "item_ids": item_id, "history": item_id}
-    owner = {"user_id": "users", "item_id": "catalog", "item_ids": "catalog", "history": "catalog"}
+    items = ("item_id", "item_ids", "history", USER_EXCLUSIONS)
+    expected = {"user_id": user_id, **dict.fromkeys(items, item_id)}
+    owner = {"user_id": "users", **dict.fromkeys(items, "catalog")}
     for table, schema in schemas.items():
         for column, want in expected.items():
             if column not in schema.names:

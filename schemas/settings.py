@@ -45,6 +45,7 @@ LimitedGate = Literal[
 Positive = Annotated[int, Field(ge=1, strict=True)]  # true is no number
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
+TABLES = ("users", "catalog", "candidates", "exclusions")
 _LONGEST_NAME = 150  # of a surface; file names take 255 bytes and hold more than it
 _DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
 _SECRET_KEY = re.compile(
@@ -149,6 +150,16 @@ class InputSettings(_Section):
         None, description="Items to score, for task.score and task.label"
     )
     exclusions: str | None = Field(None, description="user_id, item_id: never recommended")
+    self_contained: bool = Field(
+        False,
+        description="The users table's files are the shards, with item_ids (candidates) and "
+        "excluded_item_ids in columns; nothing is joined",
+    )
+
+    @property
+    def tables(self) -> dict[str, str | None]:
+        """The path of each table."""
+        return {name: getattr(self, name) for name in TABLES}
 
 
 class ScoreSettings(_Section):
@@ -472,7 +483,13 @@ class RunConfig(_Section):
     def _check_task(self) -> None:
         """Settings that exclude each other."""
         task = self.task
-        if task.uses_candidates and self.inputs.candidates is None:
+        if self.inputs.self_contained and self.inputs.exclusions is not None:
+            raise ConfigError(
+                "inputs.exclusions is not read with inputs.self_contained",
+                expected="each user's exclusions in the users column excluded_item_ids",
+            )
+        own = self.inputs.self_contained  # the users table may hold the candidates
+        if task.uses_candidates and self.inputs.candidates is None and not own:
             name = "score" if task.score is not None else "label"
             raise ConfigError(f"task.{name} needs inputs.candidates", got="none")
         if task.embed is not None and self.output.layout != "long":

@@ -148,11 +148,13 @@ def users_contract(
     eligibility: tuple[str, ...] = (),
     k_column: str | None = None,
     labels_column: str | None = None,
+    candidates: bool = False,
+    exclusions: bool = False,
 ) -> TableContract:
     """The users table, as far as a run reads it.
 
     That is: the template, candidate sets by segment, the users columns of the eligibility, k, and
-    labels.
+    labels; where it is self-contained, each user's candidates and exclusions as well.
     """
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
@@ -174,6 +176,10 @@ def users_contract(
         columns.append(Column(k_column, INTEGER))
     if labels_column is not None:
         columns.append(Column(labels_column, LABELS))
+    if candidates:
+        columns.append(Column(USER_CANDIDATES, ID_LIST))
+    if exclusions:
+        columns.append(Column(USER_EXCLUSIONS, ID_LIST, required=False))
     return TableContract("users", tuple(columns))
 
 
@@ -203,6 +209,7 @@ CATALOG = TableContract(
     ),
 )
 EXCLUSIONS = TableContract("exclusions", (Column("user_id", ID), Column("item_id", ID)))
+USER_CANDIDATES, USER_EXCLUSIONS = "item_ids", "excluded_item_ids"  # of users, self-contained
 
 CandidateShape = Literal["long", "wide", "segment", "shared"]
 CANDIDATES: dict[CandidateShape, TableContract] = {

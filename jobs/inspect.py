@@ -116,7 +116,7 @@ def show_user(config: RunConfig, user: str) -> UserView:
     Raises:
         StorageError: nothing is published for this date and surface.
     """
-    plan = _published(config)
+    plan = published_plan(config)
     user_id: str | int = user
     if plan.user_id_type == "int64":
         try:
@@ -143,7 +143,7 @@ def show_user(config: RunConfig, user: str) -> UserView:
     return UserView(user=user, rows=rows.to_dicts(), exact=exact, run_id=plan.run_id, why_not=None)
 
 
-def _published(config: RunConfig) -> RunPlan:
+def published_plan(config: RunConfig) -> RunPlan:
     """The plan of the run that readers see."""
     published = open_table(config).current()
     if published is None:

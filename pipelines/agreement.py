@@ -114,7 +114,7 @@ class CommonItems:
         a, b = signs(self.score_a), signs(self.score_b)
         agree = (a * b).sum(axis=(1, 2), dtype=np.int64)
         untied = [np.abs(one).sum(axis=(1, 2), dtype=np.int64) for one in (a, b)]
-        scale = np.sqrt(untied[0].astype(np.float64)) * np.sqrt(untied[1].astype(np.float64))
+        scale = np.sqrt((untied[0] * untied[1]).astype(np.float64))  # exact where both are one
         out = np.full(len(part), np.nan)
         np.divide(agree, scale, out=out, where=scale > 0)
         return out

@@ -320,14 +320,19 @@ def _common(users: pl.DataFrame, a: pl.DataFrame, b: pl.DataFrame) -> CommonItem
 
 def _gates(found: Comparison, limits: Limits) -> tuple[GateResult, ...]:
     """The limits that were given. What could not be measured does not hold."""
-    k, shift = found.k[-1], found.score_shift
+    k, shift, alike = found.k[-1], found.score_shift, found.agreement
     lost = found.users.lost / found.users.a if found.users.a else None
+
+    def exact(value: float | None) -> float | None:
+        """A mean of ones may end up at 1 - 1e-16."""
+        return None if value is None else round(value, 12)
+
     gates = (
         threshold(
-            "overlap", found.agreement.overlap[k], f"mean overlap@{k}", least=limits.min_overlap
+            "overlap", exact(alike.overlap[k]), f"mean overlap@{k}", least=limits.min_overlap
         ),
-        threshold("rbo", found.agreement.rbo, "mean rank-biased overlap", least=limits.min_rbo),
-        threshold("tau", found.agreement.tau, "mean Kendall tau-b", least=limits.min_tau),
+        threshold("rbo", exact(alike.rbo), "mean rank-biased overlap", least=limits.min_rbo),
+        threshold("tau", exact(alike.tau), "mean Kendall tau-b", least=limits.min_tau),
         threshold(
             "score_shift",
             shift.mean_abs if shift else None,

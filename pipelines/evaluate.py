@@ -251,6 +251,8 @@ class _Judge:
             run_id=self._plan.run_id,
             ds=self._plan.ds,
             surface=self._plan.surface,
+            task=self._plan.config.task.model_dump(mode="json", exclude_none=True),
+            hashes=self._plan.hashes,
             k=self._ks,
             bootstrap=options.bootstrap,
             seed=options.seed,

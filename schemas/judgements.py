@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from schemas.runs import GateResult
@@ -63,6 +65,8 @@ class Evaluation(_Record):
     run_id: str
     ds: str
     surface: str
+    task: dict[str, Any] = Field(description="what made the lists: norm, beams, collisions, …")
+    hashes: dict[str, str] = Field(description="of the configuration, the inputs and the model")
     k: tuple[int, ...]
     bootstrap: int
     seed: int

@@ -15,6 +15,7 @@ import typer
 from jobs.bench_cli import BENCH_CONTEXT, bench
 from jobs.catalog_cli import catalog
 from jobs.inspect import all_runs, run_status, show_user
+from jobs.judge_cli import judge
 from jobs.launch_local import LocalLauncher
 from jobs.options import (
     ConfigArg,
@@ -153,6 +154,7 @@ def schema() -> None:
 
 app.registered_commands += steps.registered_commands
 app.registered_commands += upkeep.registered_commands
+app.registered_commands += judge.registered_commands
 app.command()(rollback)
 app.command(context_settings=BENCH_CONTEXT)(bench)
 

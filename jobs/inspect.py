@@ -116,7 +116,7 @@ def show_user(config: RunConfig, user: str) -> UserView:
     Raises:
         StorageError: nothing is published for this date and surface.
     """
-    plan = _published(config)
+    plan = published_plan(config)
     user_id: str | int = user
     if plan.user_id_type == "int64":
         try:
@@ -150,7 +150,7 @@ def _shard_of(plan: RunPlan, user: str) -> int | None:
     return int(shard_of([user], plan.num_shards)[0])
 
 
-def _published(config: RunConfig) -> RunPlan:
+def published_plan(config: RunConfig) -> RunPlan:
     """The plan of the run that readers see."""
     published = open_table(config).current()
     if published is None:

@@ -56,6 +56,16 @@ def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
     return np.mod(hashes.view(np.int64), num_shards).astype(np.int32)
 
 
+def shard_column(num_shards: int) -> pl.Expr:
+    """The shard of each row, by its `user_id`."""
+
+    def assign(ids: pl.Series) -> pl.Series:
+        return pl.Series(shard_of(ids.to_list(), num_shards))
+
+    ids = pl.col("user_id").cast(pl.String)
+    return ids.map_batches(assign, return_dtype=pl.Int32, is_elementwise=True)
+
+
 def candidate_sets_path(plan: RunPlan) -> str:
     """Where candidate sets that are not per user are."""
     return files.join(plan.run_dir, "candidate_sets.parquet")
@@ -158,19 +168,10 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         chosen = shard_columns(plan, columns, frame.collect_schema())
         frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
     num_shards = plan.num_shards
-
-    def assign(ids: pl.Series) -> pl.Series:
-        return pl.Series(shard_of(ids.to_list(), num_shards))
-
-    shard = (
-        pl.col("user_id")
-        .cast(pl.String)
-        .map_batches(assign, return_dtype=pl.Int32, is_elementwise=True)
-    )
     frame = (
         pl.concat(frames, how="vertical_relaxed")
         .with_row_index(ROW)
-        .with_columns(shard.alias(_SHARD))
+        .with_columns(shard_column(num_shards).alias(_SHARD))
     )
     target = pl.PartitionBy(str(spill / name), key=_SHARD, include_key=False)
     # One row group per shard is open while the table streams: the more shards, the smaller the

@@ -22,6 +22,7 @@ from schemas.tables import (
     DUPLICATE,
     EXCLUDED_LIST,
     FILE,
+    ID_TYPES,
     USER_CANDIDATES,
     USER_EXCLUSIONS,
 )
@@ -53,6 +54,19 @@ def read_shard_table(plan: RunPlan, shard: Shard) -> pa.Table:
     return to_arrow(
         users.select("user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST)
     )
+
+
+def read_users(plan: RunPlan, shard: Shard) -> pa.Array:
+    """The ids of a shard's users, repeated and null ones included.
+
+    Raises:
+        StorageError: the file is missing or damaged.
+    """
+    if plan.config.inputs.self_contained:
+        ids = files.read_parquet(shard.path, ["user_id"]).column("user_id")
+        return ids.cast(ID_TYPES[plan.user_id_type]).combine_chunks()
+    table = files.read_parquet(shard.path, ["user_id", FILE])
+    return table.filter(table.column(FILE).is_valid()).column("user_id").combine_chunks()
 
 
 def _check_as_planned(plan: RunPlan, shard: Shard) -> None:

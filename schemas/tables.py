@@ -222,6 +222,21 @@ CANDIDATES: dict[CandidateShape, TableContract] = {
 }
 
 
+TruthShape = Literal["long", "wide"]
+TRUTH: dict[TruthShape, TableContract] = {
+    "wide": TableContract("truth", (Column("user_id", ID), Column("item_ids", ID_LIST))),
+    "long": TableContract(
+        "truth",
+        (
+            Column("user_id", ID),
+            Column("item_id", ID),
+            Column("weight", NUMBER, required=False),
+            Column("relevance", NUMBER, required=False),  # another name of the weight
+        ),
+    ),
+}
+
+
 def candidate_shape(schema: pa.Schema, file: str) -> CandidateShape:
     """Which of the four shapes a candidates file has, by its column names."""
     names = set(schema.names)

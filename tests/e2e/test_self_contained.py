@@ -148,3 +148,27 @@ def test_columns_that_a_run_does_not_read_may_hold_anything(nightshelf, tmp_path
     pq.write_table(users, tmp_path / "users.parquet")
     config = write_config(tmp_path, prompt={"template": "Hi {user_vector}"})
     assert nightshelf("run", config, "--output", "json").json["status"] == "published"
+
+
+def test_such_a_run_is_judged_as_any_other(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    write_whole(tmp_path, tables, files=5, shuffle=True)
+    as_json = ("--output", "json")
+    usual = nightshelf("run", write_config(tmp_path), *as_json).json
+    config = write_config(tmp_path, **NO_JOIN, output__path="out2")
+    own = nightshelf("run", config, *as_json).json
+    users = [*tables["users"]["user_id"].to_pylist(), "a stranger"]
+    items = tables["catalog"]["item_id"].to_pylist()
+    truth = pa.table({"user_id": users, "item_ids": [items[i : i + 9] for i in range(len(users))]})
+    pq.write_table(truth, tmp_path / "truth.parquet")
+    args = ("--truth", tmp_path / "truth.parquet", "--by", "segment", "--bootstrap", "0", *as_json)
+    judged = [nightshelf("evaluate", run["run_dir"], *args).json for run in (usual, own)]
+    assert judged[0]["users"] == judged[1]["users"]
+    assert judged[0]["users"]["in_run"] == 40
+    for one, other in zip(*(j["segments"] for j in judged), strict=True):
+        assert one["segment"] == other["segment"]
+        for metric, found in one["methods"]["run"].items():
+            assert other["methods"]["run"][metric]["value"] == pytest.approx(found["value"])
+    for pair in ((usual, own), (own, usual), (own, own)):
+        same = nightshelf("compare", *(run["run_dir"] for run in pair), *as_json).json
+        assert same["users"]["same_list"] == same["users"]["both"] == own["users_recommended"]

@@ -103,7 +103,7 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
     """Every file of every table, each checked against the table's contract on its own."""
     tables: dict[str, InputTable] = {}
     schemas: dict[str, pa.Schema] = {}
-    paths = config.inputs.tables
+    paths = config.inputs.paths
     if not config.task.uses_candidates:
         del paths["candidates"]
     if config.task.embed is not None:

@@ -144,7 +144,7 @@ def _resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     return config.model_copy(
         update={
             "engine": rebased(config.engine, "model", "projector"),
-            "inputs": rebased(config.inputs, *config.inputs.tables),
+            "inputs": rebased(config.inputs, *config.inputs.paths),
             "output": rebased(config.output, *_output_paths(config)),
             "run": rebased(config.run, "work_dir", "metrics_dir"),
         }

@@ -157,8 +157,8 @@ class InputSettings(_Section):
     )
 
     @property
-    def tables(self) -> dict[str, str | None]:
-        """The path of each table."""
+    def paths(self) -> dict[str, str | None]:
+        """Where each table is."""
         return {name: getattr(self, name) for name in TABLES}
 
 

@@ -28,7 +28,9 @@ from pyspark.errors import PySparkException
 from jobs import attempts, spark_probe
 from jobs.run import Progress
 from jobs.spark_conf import check_conf, gpus_per_worker
+from jobs.spark_prepare import prepare_on_executors
 from jobs.spark_session import SparkApp, first_words
+from jobs.spark_tables import copy_tables, register
 from jobs.spark_worker import Place, ShardTask, run_task
 from pipelines import files
 from pipelines.prepare import prepare_run
@@ -52,17 +54,37 @@ class SparkLauncher:
     def __init__(self, app: SparkApp) -> None:
         self._app = app
         self._profile: ResourceProfile | None = None  # equal ones are not the same one to Spark
+        self._asked: str | None = None
 
     def locate(self, config: RunConfig) -> RunConfig:
-        """The configuration with tables of Spark's catalog as files."""
-        return config
+        """The configuration with tables of Spark's catalog as files.
+
+        Raises:
+            TableError: Spark knows no such table, or cannot read it.
+        """
+        if not config.inputs.tables:
+            return config
+        return copy_tables(self._app.session(config), config)
 
     def prepare(self, plan: RunPlan, progress: Progress) -> None:
-        """Write the shards: here, or in executors."""
-        prepare_run(plan)
+        """Write the shards: here, or in executors.
+
+        Raises:
+            RunError: Spark gave up; the same command tries again.
+        """
+        if plan.config.spark.prepare == "driver":
+            prepare_run(plan)
+            return
+        spark = self._app.session(plan.config)
+        self._ask_executors(spark, plan, progress)
+        prepare_on_executors(spark, plan)
 
     def published(self, plan: RunPlan, progress: Progress) -> None:
-        """Nobody else has to hear of it."""
+        """Add the partition to the table of Spark's catalog, where one is configured."""
+        name = plan.config.spark.register_table
+        if name is not None:
+            register(self._app.session(plan.config), plan, name)
+            progress.note(f"{name} has the partition")
 
     def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
         """Run the shards; the reasons of those that failed, by shard.
@@ -74,7 +96,7 @@ class SparkLauncher:
         """
         spark = self._app.session(plan.config)
         check_conf(plan.config, lambda name: spark.conf.get(name, None))
-        _ask_executors(spark, plan, progress)
+        self._ask_executors(spark, plan, progress)
         progress.start(plan.inputs["users"].rows * len(shards) // plan.num_shards)
         launch = uuid.uuid4().hex[:12]
         left, failed, ended = shards, dict[int, str](), None
@@ -92,6 +114,12 @@ class SparkLauncher:
             failed[shard.index] = _why(plan, launch, shard, ended)
         _tell_attempts(plan, shards, launch, failed, progress)
         return failed
+
+    def _ask_executors(self, spark: SparkSession, plan: RunPlan, progress: Progress) -> None:
+        """Once for a run: what executors are like is known then."""
+        if self._asked != plan.run_dir:
+            _ask_executors(spark, plan, progress)
+            self._asked = plan.run_dir
 
     def _stage(
         self, spark: SparkSession, plan: RunPlan, shards: list[Shard], launch: str

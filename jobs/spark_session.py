@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -81,9 +83,11 @@ class SparkApp:
 
 
 def _start(config: RunConfig) -> SparkSession:
-    from pyspark import SparkConf
+    from pyspark import SparkConf, SparkContext
     from pyspark.sql import SparkSession
 
+    os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
+    SparkContext._ensure_initialized()  # the settings of spark-submit are in its JVM
     conf = SparkConf()
     master = conf.get("spark.master", None) or "local[*]"
     retries = config.run.max_attempts + 1  # the last one only says that the others failed
@@ -101,6 +105,18 @@ def with_retries(master: str, retries: int) -> str:
     """A local master that tries a task again: `local[2]` gives up a job at its first failure."""
     inside = master.removeprefix("local").strip("[]") or "1"
     return master if "," in inside else f"local[{inside},{retries}]"
+
+
+@contextmanager
+def spark_errors(kind: type[NightshelfError], what: str) -> Iterator[None]:
+    """Turn what Spark raises in the block into an error of ours."""
+    from py4j.protocol import Py4JError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (PySparkException, Py4JError) as err:
+        raise kind(what, got=first_words(err)) from err
 
 
 def first_words(error: BaseException) -> str:

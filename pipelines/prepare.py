@@ -12,7 +12,11 @@ written once, beside the shards, and joined when a shard is read.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import polars as pl
@@ -35,12 +39,13 @@ from schemas.tables import (
     K_COLUMN,
     LABELS_COLUMN,
     CandidateShape,
-    candidate_shape,
+    shape_of,
     users_contract,
 )
 
 SHARD_SEED = 42
-_ROW, _SHARD, _FILE = "__row", "__shard", "__file"
+ROW, SHARD = "__row", "__shard"  # of a row of a table: its number, and where it goes
+_FILE = "__file"
 
 
 def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
@@ -77,35 +82,75 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
     Raises:
         CatalogError: an item or its semantic ID cannot be used.
     """
-    if "catalog" in plan.inputs and not is_saved(catalog_dir(plan)):
-        paths = [file.path for file in plan.inputs["catalog"].files]
-        read_items(plan.config, paths).save(catalog_dir(plan))
+    prepare_items(plan)
     shards = shards_of(plan)
     if is_prepared(plan):
         return shards
-    spill = Path(files.join(plan.run_dir, "spill"))
-    shutil.rmtree(spill, ignore_errors=True)
-    shape = _candidate_shape(plan)
-    _split(plan, "users", _users_columns(plan), spill)
-    if shape in ("long", "wide"):
-        _split(plan, "candidates", {"item_id" if shape == "long" else "item_ids": "item"}, spill)
-    elif shape is not None:
-        _write_candidate_sets(plan, shape)
-    if "exclusions" in plan.inputs:
-        _split(plan, "exclusions", {"item_id": "item"}, spill)
-    for shard in shards:
-        files.write_parquet(shard.path, _join_shard(plan, shape, spill, shard), sorted_by="user_id")
-    files.write_bytes(files.join(plan.run_dir, "shards", "_done"), b"")
-    shutil.rmtree(spill, ignore_errors=True)
+    prepare_candidate_sets(plan)
+    with spill_folder(plan) as spill:
+        for name, columns in tables_to_split(plan).items():
+            _split(plan, name, columns, spill)
+        for shard in shards:
+            write_shard(plan, shard, partial(_spilled, spill, shard))
+    mark_prepared(plan)
     return shards
+
+
+def prepare_items(plan: RunPlan) -> None:
+    """Write the catalog, unless it is there already."""
+    if "catalog" in plan.inputs and not is_saved(catalog_dir(plan)):
+        paths = [file.path for file in plan.inputs["catalog"].files]
+        read_items(plan.config, paths).save(catalog_dir(plan))
+
+
+def prepare_candidate_sets(plan: RunPlan) -> None:
+    """Write the candidate sets that are not per user, where there are such."""
+    shape = _candidate_shape(plan)
+    if shape in ("segment", "shared"):
+        _write_candidate_sets(plan, shape)
+
+
+def tables_to_split(plan: RunPlan) -> dict[str, dict[str, str]]:
+    """The tables whose rows go to the shard of their user: columns to keep, what each holds."""
+    tables = {"users": _users_columns(plan)}
+    shape = _candidate_shape(plan)
+    if shape in ("long", "wide"):
+        tables["candidates"] = {"item_id" if shape == "long" else "item_ids": "item"}
+    if "exclusions" in plan.inputs:
+        tables["exclusions"] = {"item_id": "item"}
+    return tables
+
+
+def write_shard(plan: RunPlan, shard: Shard, rows_of: Callable[[str], pl.DataFrame | None]) -> int:
+    """Join and write one shard; the number of its rows. `rows_of` a table gives the shard's rows as
+    `split_frames` selects them, with their row numbers; None where it has none.
+    """
+    table = _join_shard(plan, _candidate_shape(plan), rows_of)
+    files.write_parquet(shard.path, table, sorted_by="user_id")
+    return len(table)
+
+
+def mark_prepared(plan: RunPlan) -> None:
+    """Every shard is written."""
+    files.write_bytes(files.join(plan.run_dir, "shards", "_done"), b"")
+
+
+@contextmanager
+def spill_folder(plan: RunPlan) -> Iterator[Path]:
+    """A folder of this machine for what is split, empty; it goes with the block."""
+    local = files.local_path(files.join(plan.run_dir, "spill"))
+    if local is None:
+        with TemporaryDirectory(prefix="nightshelf-spill-") as folder:
+            yield Path(folder)
+        return
+    shutil.rmtree(local, ignore_errors=True)
+    yield Path(local)
+    shutil.rmtree(local, ignore_errors=True)
 
 
 def _candidate_shape(plan: RunPlan) -> CandidateShape | None:
     table = plan.inputs.get("candidates")
-    if table is None:
-        return None
-    _, schema = files.describe_file(table.files[0].path, "candidates")
-    return candidate_shape(schema, table.files[0].path)
+    return None if table is None else shape_of(table.columns)
 
 
 def _users_columns(plan: RunPlan) -> dict[str, str]:
@@ -129,11 +174,9 @@ def _id_dtype(kind: str) -> pl.DataType:
     return pl.String() if kind == "string" else pl.Int64()
 
 
-def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
-    """Stream one table, file after file, into one folder per shard.
-
-    Every file is cast by its own schema before files are joined: the first file's types decide
-    nothing.
+def split_frames(plan: RunPlan, name: str, columns: dict[str, str]) -> list[pl.LazyFrame]:
+    """The files of one table, each cast by its own schema before they are joined: the first file's
+    types decide nothing.
     """
     frames = []
     for file in plan.inputs[name].files:
@@ -144,22 +187,31 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
             source = _source(plan, column)
             chosen.append(_column(column, source, kind, schema[source], plan.item_id_type))
         frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
-    num_shards = plan.num_shards
+    return frames
+
+
+def shard_column(num_shards: int) -> pl.Expr:
+    """The shard of each row, as column `__shard`."""
 
     def assign(ids: pl.Series) -> pl.Series:
         return pl.Series(shard_of(ids.to_list(), num_shards))
 
-    shard = (
+    return (
         pl.col("user_id")
         .cast(pl.String)
         .map_batches(assign, return_dtype=pl.Int32, is_elementwise=True)
+        .alias(SHARD)
     )
+
+
+def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
+    """Stream one table, file after file, into one folder per shard."""
     frame = (
-        pl.concat(frames, how="vertical_relaxed")
-        .with_row_index(_ROW)
-        .with_columns(shard.alias(_SHARD))
+        pl.concat(split_frames(plan, name, columns), how="vertical_relaxed")
+        .with_row_index(ROW)
+        .with_columns(shard_column(plan.num_shards))
     )
-    target = pl.PartitionBy(str(spill / name), key=_SHARD, include_key=False)
+    target = pl.PartitionBy(str(spill / name), key=SHARD, include_key=False)
     # One row group per shard is open while the table streams: the more shards, the smaller the
     # groups, so that memory stays flat. Rows with lists are large; those of a long table are not.
     listed = any(isinstance(dtype, pl.List) for dtype in frame.collect_schema().dtypes())
@@ -168,7 +220,7 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         mkdir=True,
         compression="lz4",
         engine="streaming",
-        row_group_size=max(64, (50_000 if listed else 1_600_000) // num_shards),
+        row_group_size=max(64, (50_000 if listed else 1_600_000) // plan.num_shards),
     )
 
 
@@ -194,15 +246,17 @@ def _column(name: str, source: str, kind: str, found: pl.DataType, item_id_type:
     return column.cast(dtype).alias(name)
 
 
-def _spilled(spill: Path, name: str, shard: Shard) -> pl.DataFrame | None:
-    folder = spill / name / f"{_SHARD}={shard.index}"
+def _spilled(spill: Path, shard: Shard, name: str) -> pl.DataFrame | None:
+    folder = spill / name / f"{SHARD}={shard.index}"
     found = sorted(folder.glob("*.parquet")) if folder.exists() else []
     if not found:
         return None
     return pl.read_parquet(found, hive_partitioning=False)
 
 
-def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard: Shard) -> pa.Table:
+def _join_shard(
+    plan: RunPlan, shape: CandidateShape | None, rows_of: Callable[[str], pl.DataFrame | None]
+) -> pa.Table:
     """One shard: users sorted by id, each with its candidates and exclusions.
 
     A user that stands twice keeps both rows, the later one marked and without lists. Candidates of
@@ -210,22 +264,22 @@ def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard:
     """
     item = _id_dtype(plan.item_id_type)
     columns = _users_columns(plan)
-    users = _spilled(spill, "users", shard)
+    users = rows_of("users")
     if users is None:
         users = pl.DataFrame(
             schema={
                 "user_id": _id_dtype(plan.user_id_type),
-                _ROW: pl.get_index_type(),
+                ROW: pl.get_index_type(),
                 _FILE: pl.String(),
                 **{n: _shard_dtype(n, kind, pl.List(item), item) for n, kind in columns.items()},
             }
         )
-    users = users.sort("user_id", _ROW, nulls_last=True).with_columns(
+    users = users.sort("user_id", ROW, nulls_last=True).with_columns(
         (pl.int_range(pl.len()).over("user_id") > 0).alias(DUPLICATE)
         & pl.col("user_id").is_not_null()
     )
     users = users.rename({_FILE: FILE})
-    candidates = _lists(_spilled(spill, "candidates", shard), shape)
+    candidates = _lists(rows_of("candidates"), shape)
     if candidates is not None:
         users = users.with_columns(pl.col(DUPLICATE).not_().alias("__first"))
         candidates = candidates.with_columns(pl.lit(value=True).alias("__first"))
@@ -235,14 +289,14 @@ def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard:
         users = users.with_columns(pl.col(DUPLICATE).fill_null(value=False)).drop("__first")
     else:
         users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias(CANDIDATE_LIST))
-    excluded = _lists(_spilled(spill, "exclusions", shard), "long")
+    excluded = _lists(rows_of("exclusions"), "long")
     if excluded is not None:
         users = users.join(
             excluded.rename({CANDIDATE_LIST: EXCLUDED_LIST}), on="user_id", how="left"
         )
     else:
         users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias(EXCLUDED_LIST))
-    users = users.sort("user_id", _ROW, nulls_last=True).drop(_ROW)
+    users = users.sort("user_id", ROW, nulls_last=True).drop(ROW)
     return _to_arrow(
         plan, users.select("user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST)
     )
@@ -267,7 +321,7 @@ def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataF
     if frame is None:
         return None
     column = "item_ids" if shape == "wide" else "item_id"
-    frame = frame.sort(_ROW)
+    frame = frame.sort(ROW)
     if shape == "wide":
         frame = frame.explode(column, empty_as_null=False, keep_nulls=False)
     return frame.group_by("user_id", maintain_order=True).agg(pl.col(column).alias(CANDIDATE_LIST))

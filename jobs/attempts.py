@@ -1,9 +1,12 @@
 """Attempts: the small files by which workers of other machines say which shard they began.
 
     <run_dir>/attempts/<launch>/shard-00003/<attempt>.json
+    <run_dir>/attempts/<launch>/engines/<engine>.json
 
 A worker that dies cannot say so, but its attempt stays: so attempts are counted, over all machines,
 and a shard that has used up its share is not tried again. Written before the engine is started.
+Engines are written too, those that started and those that could not: where none ever could, the
+shards that are left need not find that out one by one.
 """
 
 from __future__ import annotations
@@ -92,6 +95,34 @@ def attempts_of(plan: RunPlan, launch: str, shard: Shard) -> list[Attempt]:
         except (ValidationError, StorageError, FileNotFoundError):
             continue  # written at this moment
     return sorted(found, key=lambda attempt: attempt.started_at)
+
+
+def engine_ended(plan: RunPlan, launch: str, engine: str, error: NightshelfError | None) -> None:
+    """Say that an engine started, or why not."""
+    failure = None
+    if error is not None:
+        failure = Failure(kind=error.kind, exit_code=error.exit_code, message=str(error))
+    record = {"failure": None if failure is None else failure.model_dump(mode="json")}
+    files.write_json(files.join(_engines_path(plan, launch), f"{engine}.json"), record)
+
+
+def no_engine_starts(plan: RunPlan, launch: str) -> Failure | None:
+    """Why not, where `run.max_attempts` engines or more were started in vain and none ever ran."""
+    folder = _engines_path(plan, launch)
+    names = [name for name in files.list_names(folder) if not name.startswith(".")]
+    if len(names) < plan.config.run.max_attempts:
+        return None
+    last: Failure | None = None
+    for name in names:
+        failure = files.read_json(files.join(folder, name))["failure"]
+        if failure is None:
+            return None
+        last = Failure.model_validate(failure)
+    return last
+
+
+def _engines_path(plan: RunPlan, launch: str) -> str:
+    return files.join(plan.run_dir, "attempts", launch, "engines")
 
 
 def last_words(attempts: list[Attempt]) -> str:

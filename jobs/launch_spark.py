@@ -105,10 +105,10 @@ class SparkLauncher:
             with _told_of_receipts(plan, left, progress):
                 ended = stage.run()
             failed |= stage.failed
+            _raise_if_no_engine_starts(plan, launch)
             left = [s for s in left if s.index not in failed and load_receipt(plan, s) is None]
             if not left or ended is None:
                 break
-            _raise_if_no_engine_starts(plan, shards, launch)
             progress.note(f"Spark ended the stage with {len(left)} shards to do: {ended}")
         for shard in left:
             failed[shard.index] = _why(plan, launch, shard, ended)
@@ -270,20 +270,15 @@ def _told_of_receipts(plan: RunPlan, shards: list[Shard], progress: Progress) ->
     look()
 
 
-def _raise_if_no_engine_starts(plan: RunPlan, shards: list[Shard], launch: str) -> None:
-    """Where every attempt so far ended at the start of the engine, trying on helps nobody.
+def _raise_if_no_engine_starts(plan: RunPlan, launch: str) -> None:
+    """Where no engine ever started, trying on helps nobody.
 
     Raises:
         EngineError: what the last one said.
     """
-    last: attempts.Failure | None = None
-    for shard in shards:
-        for attempt in attempts.attempts_of(plan, launch, shard):
-            if attempt.failure is None or attempt.failure.exit_code != EngineError.exit_code:
-                return
-            last = attempt.failure
+    last = attempts.no_engine_starts(plan, launch)
     if last is not None:
-        raise EngineError("the engine cannot start on the executors", got=last.message)
+        raise EngineError("the engine starts on no executor", got=last.message)
 
 
 def _why(plan: RunPlan, launch: str, shard: Shard, ended: str | None) -> str:

@@ -55,16 +55,15 @@ class _Held:
         self.key = _key(plan)
         self._stack = ExitStack()
         self._plan = plan
-        self._started = False
+        self.started = False
+        self.told = ""  # the launch that knows that it started
 
     def start(self) -> None:
-        """Load everything; nothing happens the second time."""
-        if self._started:
-            return
+        """Load everything."""
         self.catalog = open_items(self._plan)
         self.engine = self._stack.enter_context(start_engine(self._plan, self.catalog))
         self.ahead = self._stack.enter_context(ReadAhead(self._plan, self.catalog))
-        self._started = True
+        self.started = True
 
     def close(self) -> None:
         """Free the device."""
@@ -125,6 +124,10 @@ def run_task(task: ShardTask, place: Place) -> str | None:
         if len(earlier) >= plan.config.run.max_attempts:
             return f"{attempts.last_words(earlier)}; given up after {len(earlier)} attempts"
         held = _hold(plan, place)
+        if not held.started:
+            hopeless = attempts.no_engine_starts(plan, task.launch)
+            if hopeless is not None:
+                return hopeless.message
         attempt = attempts.begin(plan, task.launch, shard, devices=place.addresses, engine=held.id)
         try:
             _attempt(task, held, attempt)
@@ -135,6 +138,14 @@ def run_task(task: ShardTask, place: Place) -> str | None:
     return None
 
 
+def _start(task: ShardTask, held: _Held) -> None:
+    try:
+        held.start()
+    except NightshelfError as err:
+        attempts.engine_ended(task.plan, task.launch, held.id, err)
+        raise
+
+
 def _attempt(task: ShardTask, held: _Held, attempt: attempts.Attempt) -> None:
     settings = task.plan.config.run
 
@@ -142,9 +153,13 @@ def _attempt(task: ShardTask, held: _Held, attempt: attempts.Attempt) -> None:
         silent = ShardFailedError(f"its worker reported nothing for {limit:g} s")
         attempts.fail(task.plan, task.shard, attempt, silent)
 
-    start = settings.start_timeout_s
-    with Deadline(start, lambda: too_late(start)).running():
-        held.start()
+    if not held.started:
+        start = settings.start_timeout_s
+        with Deadline(start, lambda: too_late(start)).running():
+            _start(task, held)
+    if held.told != task.launch:
+        attempts.engine_ended(task.plan, task.launch, held.id, None)
+        held.told = task.launch
     limit = settings.shard_timeout_s
     deadline = Deadline(limit, lambda: too_late(limit))
     with deadline.running():

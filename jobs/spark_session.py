@@ -120,7 +120,13 @@ def spark_errors(kind: type[NightshelfError], what: str) -> Iterator[None]:
 
 
 def first_words(error: BaseException) -> str:
-    """The line of a Spark error that says what happened, without the stack around it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith(("Traceback", "File ", "at ", "^"))]
-    return lines[0][:300] if lines else type(error).__name__
+    """What a Spark error says happened: the last line of a Python traceback in it, else its first
+    line; never the stack around it.
+    """
+    lines = str(error).splitlines()
+    said = [line.strip() for line in lines if line.strip()]
+    starts = [at for at, line in enumerate(lines) if "Traceback (most recent" in line]
+    for line in lines[starts[-1] + 1 :] if starts else ():
+        if line.strip() and not line[0].isspace():  # lines of the stack are indented
+            return line.strip()[:300]
+    return said[0][:300] if said else type(error).__name__

@@ -133,6 +133,7 @@ def spark(spark_home, tmp_path_factory):
     session = (
         SparkSession.builder.master("local[2,4]")
         .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
         .config("spark.local.dir", str(folder / "local"))
         .config("spark.sql.warehouse.dir", str(folder / "warehouse"))
         .config("spark.sql.shuffle.partitions", "4")

@@ -11,13 +11,12 @@ from pathlib import Path
 import polars as pl
 
 from pipelines import files
-from pipelines.prepare import shard_column, shards_of
+from pipelines.prepare import SHARD, id_dtype, shard_column, shards_of
 from pipelines.shard_table import read_users
 from schemas.errors import ConfigError, TableError, did_you_mean
 from schemas.runs import RunPlan, ShardReceipt
 from schemas.tables import ID_TYPES, IdType, id_type
 
-_SHARD = "__shard"
 _ROW = "__row"
 
 
@@ -31,7 +30,7 @@ class ByShard:
         self._folder, self._schema = folder, frame.collect_schema()
         folder.mkdir(parents=True)
         numbered = _in_shards(frame.with_row_index(_ROW), plan)
-        target = pl.PartitionBy(str(folder), key=_SHARD, include_key=False)
+        target = pl.PartitionBy(str(folder), key=SHARD, include_key=False)
         numbered.sink_parquet(
             target,
             mkdir=True,
@@ -42,7 +41,7 @@ class ByShard:
 
     def shard(self, index: int) -> pl.DataFrame:
         """The rows of one shard, in the order they came in."""
-        found = sorted((self._folder / f"{_SHARD}={index}").glob("*.parquet"))
+        found = sorted((self._folder / f"{SHARD}={index}").glob("*.parquet"))
         if not found:
             return pl.DataFrame(schema=self._schema)
         return pl.read_parquet(found, hive_partitioning=False).sort(_ROW).drop(_ROW)
@@ -50,24 +49,19 @@ class ByShard:
 
 def _in_shards(frame: pl.LazyFrame, plan: RunPlan) -> pl.LazyFrame:
     if not plan.config.inputs.self_contained:
-        return frame.with_columns(shard_column(plan.num_shards).alias(_SHARD))
+        return frame.with_columns(shard_column(plan.num_shards))
     user = pl.col("user_id").cast(id_dtype(plan.user_id_type))
     shards = [
-        scan(shard.path).select(user, pl.lit(shard.index, dtype=pl.Int32).alias(_SHARD))
+        scan(shard.path).select(user, pl.lit(shard.index, dtype=pl.Int32).alias(SHARD))
         for shard in shards_of(plan)
     ]
     places = pl.concat(shards).unique("user_id")
-    return frame.join(places, on="user_id", how="left").with_columns(pl.col(_SHARD).fill_null(0))
+    return frame.join(places, on="user_id", how="left").with_columns(pl.col(SHARD).fill_null(0))
 
 
 def scan(path: str) -> pl.LazyFrame:
     """One Parquet file, lazily, without columns from its path."""
     return pl.scan_parquet(path, glob=False, hive_partitioning=False)
-
-
-def id_dtype(kind: IdType) -> pl.DataType:
-    """The polars type of ids."""
-    return pl.String() if kind == "string" else pl.Int64()
 
 
 def same_id_type(table: str, column: str, got: IdType, want: IdType, where: str) -> None:

@@ -21,7 +21,7 @@ from pipelines.eligibility import check_types
 from pipelines.items import describe_items, items_contract, list_items
 from pipelines.publish import check_output
 from schemas.eligibility import user_columns
-from schemas.errors import ConfigError, EngineError, RunError, StorageError, TableError
+from schemas.errors import ConfigError, EngineError, RunError, StorageError, TableError, quoted
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import (
@@ -35,6 +35,7 @@ from schemas.tables import (
 )
 
 _LAUNCH_ONLY = (
+    "launcher",
     "workers",
     "max_attempts",
     "shard_timeout_s",
@@ -56,6 +57,7 @@ def plan_run(config: RunConfig) -> RunPlan:
     if config.ds is None:
         raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
     check_backend(config.engine.backend)
+    _check_no_tables(config)
     inputs, schemas = _list_inputs(config)
     if inputs["users"].rows == 0:
         raise TableError(
@@ -97,6 +99,15 @@ def plan_run(config: RunConfig) -> RunPlan:
         vector_dim=_vector_dim(config, schemas["users"], inputs["users"]),
         run_dir=files.join(config.run.work_dir, run_id),
     )
+
+
+def _check_no_tables(config: RunConfig) -> None:
+    for name, table in config.inputs.tables.items():
+        raise ConfigError(
+            f"inputs.{name} is a table of Spark's catalog",
+            expected="--launcher spark, which knows it; or the path of Parquet files",
+            got=quoted(table),
+        )
 
 
 def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa.Schema]]:
@@ -301,7 +312,7 @@ def _hash_config(config: RunConfig) -> str:
     users are batched, which changes no item and no score beyond the stated tolerance.
     """
     kept = config.model_dump(mode="json")
-    del kept["audit"]
+    del kept["audit"], kept["spark"]
     for section, names in (("run", _LAUNCH_ONLY), ("engine", _BATCH_ONLY)):
         for name in names:
             del kept[section][name]

@@ -14,7 +14,11 @@ With `inputs.self_contained` the files of the users table are the shards, and no
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import polars as pl
@@ -38,13 +42,16 @@ from schemas.tables import (
     K_COLUMN,
     LABELS_COLUMN,
     CandidateShape,
-    candidate_shape,
+    shape_of,
     users_contract,
 )
 
 SHARD_SEED = 42
-ROW = "__row"  # place in the input; not in a shard
-_SHARD, _FILE = "__shard", "__file"
+ROW, SHARD = (
+    "__row",
+    "__shard",
+)  # of a row of a table: its number, and where it goes; not in a shard
+_FILE = "__file"
 
 
 def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
@@ -54,16 +61,6 @@ def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
         (xxhash.xxh64_intdigest(text, seed=SHARD_SEED) for text in texts), dtype=np.uint64
     )
     return np.mod(hashes.view(np.int64), num_shards).astype(np.int32)
-
-
-def shard_column(num_shards: int) -> pl.Expr:
-    """The shard of each row, by its `user_id`."""
-
-    def assign(ids: pl.Series) -> pl.Series:
-        return pl.Series(shard_of(ids.to_list(), num_shards))
-
-    ids = pl.col("user_id").cast(pl.String)
-    return ids.map_batches(assign, return_dtype=pl.Int32, is_elementwise=True)
 
 
 def candidate_sets_path(plan: RunPlan) -> str:
@@ -96,42 +93,82 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
         CatalogError: an item or its semantic ID cannot be used.
         TableError: with `inputs.self_contained`, a user stands in two files.
     """
-    if "catalog" in plan.inputs and not is_saved(catalog_dir(plan)):
-        paths = [file.path for file in plan.inputs["catalog"].files]
-        read_items(plan.config, paths).save(catalog_dir(plan))
+    prepare_items(plan)
     shards = shards_of(plan)
     if is_prepared(plan):
         return shards
-    shape = _candidate_shape(plan)
-    if shape in ("segment", "shared"):
-        _write_candidate_sets(plan, shape)
+    prepare_candidate_sets(plan)
     if plan.config.inputs.self_contained:
         check_users_once(plan)
     else:
-        _write_shards(plan, shape, shards)
-    files.write_bytes(files.join(plan.run_dir, "shards", "_done"), b"")
+        _write_shards(plan, shards)
+    mark_prepared(plan)
     return shards
 
 
-def _write_shards(plan: RunPlan, shape: CandidateShape | None, shards: list[Shard]) -> None:
-    spill = Path(files.join(plan.run_dir, "spill"))
-    shutil.rmtree(spill, ignore_errors=True)
-    _split(plan, "users", users_columns(plan), spill)
+def _write_shards(plan: RunPlan, shards: list[Shard]) -> None:
+    with spill_folder(plan) as spill:
+        for name, columns in tables_to_split(plan).items():
+            _split(plan, name, columns, spill)
+        for shard in shards:
+            write_shard(plan, shard, partial(_spilled, spill, shard))
+
+
+def prepare_items(plan: RunPlan) -> None:
+    """Write the catalog, unless it is there already."""
+    if "catalog" in plan.inputs and not is_saved(catalog_dir(plan)):
+        paths = [file.path for file in plan.inputs["catalog"].files]
+        read_items(plan.config, paths).save(catalog_dir(plan))
+
+
+def prepare_candidate_sets(plan: RunPlan) -> None:
+    """Write the candidate sets that are not per user, where there are such."""
+    shape = _candidate_shape(plan)
+    if shape in ("segment", "shared"):
+        _write_candidate_sets(plan, shape)
+
+
+def tables_to_split(plan: RunPlan) -> dict[str, dict[str, str]]:
+    """The tables whose rows go to the shard of their user: columns to keep, what each holds."""
+    tables = {"users": users_columns(plan)}
+    shape = _candidate_shape(plan)
     if shape in ("long", "wide"):
-        _split(plan, "candidates", {"item_id" if shape == "long" else "item_ids": "item"}, spill)
+        tables["candidates"] = {"item_id" if shape == "long" else "item_ids": "item"}
     if "exclusions" in plan.inputs:
-        _split(plan, "exclusions", {"item_id": "item"}, spill)
-    for shard in shards:
-        files.write_parquet(shard.path, _join_shard(plan, shape, spill, shard), sorted_by="user_id")
-    shutil.rmtree(spill, ignore_errors=True)
+        tables["exclusions"] = {"item_id": "item"}
+    return tables
+
+
+def write_shard(plan: RunPlan, shard: Shard, rows_of: Callable[[str], pl.DataFrame | None]) -> int:
+    """Join and write one shard; the number of its rows. `rows_of` a table gives the shard's rows as
+    `split_frames` selects them, with their row numbers; None where it has none.
+    """
+    table = _join_shard(plan, _candidate_shape(plan), rows_of)
+    files.write_parquet(shard.path, table, sorted_by="user_id")
+    return len(table)
+
+
+def mark_prepared(plan: RunPlan) -> None:
+    """Every shard is written."""
+    files.write_bytes(files.join(plan.run_dir, "shards", "_done"), b"")
+
+
+@contextmanager
+def spill_folder(plan: RunPlan) -> Iterator[Path]:
+    """A folder of this machine for what is split, empty; it goes with the block."""
+    local = files.local_path(files.join(plan.run_dir, "spill"))
+    if local is None:
+        with TemporaryDirectory(prefix="nightshelf-spill-") as folder:
+            yield Path(folder)
+        return
+    shutil.rmtree(local, ignore_errors=True)
+    yield Path(local)
+    shutil.rmtree(local, ignore_errors=True)
 
 
 def _candidate_shape(plan: RunPlan) -> CandidateShape | None:
     table = plan.inputs.get("candidates")
-    if table is None:
-        return None
-    _, schema = files.describe_file(table.files[0].path, "candidates")
-    return candidate_shape(schema, table.files[0].path)
+    return None if table is None else shape_of(table.columns)
 
 
 def users_columns(plan: RunPlan) -> dict[str, str]:
@@ -156,24 +193,40 @@ def id_dtype(kind: str) -> pl.DataType:
     return pl.String() if kind == "string" else pl.Int64()
 
 
-def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
-    """Stream one table, file after file, into one folder per shard.
-
-    Every file is cast by its own schema before files are joined: the first file's types decide
-    nothing.
+def split_frames(plan: RunPlan, name: str, columns: dict[str, str]) -> list[pl.LazyFrame]:
+    """The files of one table, each cast by its own schema before they are joined: the first file's
+    types decide nothing.
     """
     frames = []
     for file in plan.inputs[name].files:
         frame = pl.scan_parquet(file.path, glob=False, hive_partitioning=False)
         chosen = shard_columns(plan, columns, frame.collect_schema())
         frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
-    num_shards = plan.num_shards
-    frame = (
-        pl.concat(frames, how="vertical_relaxed")
-        .with_row_index(ROW)
-        .with_columns(shard_column(num_shards).alias(_SHARD))
+    return frames
+
+
+def shard_column(num_shards: int) -> pl.Expr:
+    """The shard of each row, as column `__shard`."""
+
+    def assign(ids: pl.Series) -> pl.Series:
+        return pl.Series(shard_of(ids.to_list(), num_shards))
+
+    return (
+        pl.col("user_id")
+        .cast(pl.String)
+        .map_batches(assign, return_dtype=pl.Int32, is_elementwise=True)
+        .alias(SHARD)
     )
-    target = pl.PartitionBy(str(spill / name), key=_SHARD, include_key=False)
+
+
+def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
+    """Stream one table, file after file, into one folder per shard."""
+    frame = (
+        pl.concat(split_frames(plan, name, columns), how="vertical_relaxed")
+        .with_row_index(ROW)
+        .with_columns(shard_column(plan.num_shards))
+    )
+    target = pl.PartitionBy(str(spill / name), key=SHARD, include_key=False)
     # One row group per shard is open while the table streams: the more shards, the smaller the
     # groups, so that memory stays flat. Rows with lists are large; those of a long table are not.
     listed = any(isinstance(dtype, pl.List) for dtype in frame.collect_schema().dtypes())
@@ -182,7 +235,7 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         mkdir=True,
         compression="lz4",
         engine="streaming",
-        row_group_size=max(64, (50_000 if listed else 1_600_000) // num_shards),
+        row_group_size=max(64, (50_000 if listed else 1_600_000) // plan.num_shards),
     )
 
 
@@ -217,15 +270,17 @@ def _column(name: str, source: str, kind: str, found: pl.DataType, item_id_type:
     return column.cast(dtype).alias(name)
 
 
-def _spilled(spill: Path, name: str, shard: Shard) -> pl.DataFrame | None:
-    folder = spill / name / f"{_SHARD}={shard.index}"
+def _spilled(spill: Path, shard: Shard, name: str) -> pl.DataFrame | None:
+    folder = spill / name / f"{SHARD}={shard.index}"
     found = sorted(folder.glob("*.parquet")) if folder.exists() else []
     if not found:
         return None
     return pl.read_parquet(found, hive_partitioning=False)
 
 
-def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard: Shard) -> pa.Table:
+def _join_shard(
+    plan: RunPlan, shape: CandidateShape | None, rows_of: Callable[[str], pl.DataFrame | None]
+) -> pa.Table:
     """One shard: users sorted by id, each with its candidates and exclusions.
 
     A user that stands twice keeps both rows, the later one marked and without lists. Candidates of
@@ -233,7 +288,7 @@ def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard:
     """
     item = id_dtype(plan.item_id_type)
     columns = users_columns(plan)
-    users = _spilled(spill, "users", shard)
+    users = rows_of("users")
     if users is None:
         users = pl.DataFrame(
             schema={
@@ -244,7 +299,7 @@ def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard:
             }
         )
     users = mark_duplicates(users.rename({_FILE: FILE}))
-    candidates = _lists(_spilled(spill, "candidates", shard), shape)
+    candidates = _lists(rows_of("candidates"), shape)
     if candidates is not None:
         users = users.with_columns(pl.col(DUPLICATE).not_().alias("__first"))
         candidates = candidates.with_columns(pl.lit(value=True).alias("__first"))
@@ -254,7 +309,7 @@ def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard:
         users = users.with_columns(pl.col(DUPLICATE).fill_null(value=False)).drop("__first")
     else:
         users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias(CANDIDATE_LIST))
-    excluded = _lists(_spilled(spill, "exclusions", shard), "long")
+    excluded = _lists(rows_of("exclusions"), "long")
     if excluded is not None:
         users = users.join(
             excluded.rename({CANDIDATE_LIST: EXCLUDED_LIST}), on="user_id", how="left"

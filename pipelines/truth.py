@@ -8,7 +8,8 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines import files
-from pipelines.by_shard import ByShard, id_dtype, same_id_type, scan
+from pipelines.by_shard import ByShard, same_id_type, scan
+from pipelines.prepare import id_dtype
 from schemas.errors import TableError
 from schemas.runs import RunPlan
 from schemas.tables import TRUTH, TableContract, TruthShape, id_type

@@ -15,7 +15,7 @@ from schemas.errors import ConfigError, did_you_mean, quoted
 from schemas.settings import RunConfig
 
 S = TypeVar("S", bound=BaseModel)
-_URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^/")
+_URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^/|^table:")
 
 
 def load_config(

@@ -5,7 +5,7 @@ Ids are strings or int64 and keep their type from input to output. Unknown colum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -237,13 +237,21 @@ TRUTH: dict[TruthShape, TableContract] = {
 }
 
 
+def shape_of(names: Iterable[str]) -> CandidateShape | None:
+    """The shape of a candidates table by the names of its columns; None where they fit none."""
+    have = set(names)
+    for shape, contract in CANDIDATES.items():
+        if {column.name for column in contract.columns} <= have:
+            return shape
+    return None
+
+
 def candidate_shape(schema: pa.Schema, file: str) -> CandidateShape:
     """Which of the four shapes a candidates file has, by its column names."""
-    names = set(schema.names)
-    for shape, contract in CANDIDATES.items():
-        if {column.name for column in contract.columns} <= names:
-            contract.check(schema, file)
-            return shape
+    shape = shape_of(schema.names)
+    if shape is not None:
+        CANDIDATES[shape].check(schema, file)
+        return shape
     raise TableError(
         "candidates: the columns are none of the known shapes",
         expected="(user_id, item_id), (user_id, item_ids), (segment, item_ids) or (item_id)",

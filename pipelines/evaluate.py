@@ -11,6 +11,7 @@ reason; users without truth are left out. Both are counted.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +57,13 @@ class EvaluateOptions:
 
 
 def evaluate_run(
-    plan: RunPlan, receipts: list[ShardReceipt], truth: str, options: EvaluateOptions
+    plan: RunPlan,
+    receipts: list[ShardReceipt],
+    truth: str,
+    options: EvaluateOptions,
+    progress: Callable[[int], None] = lambda users: None,
 ) -> Evaluation:
-    """Judge a run that has all its receipts.
+    """Judge a run that has all its receipts; `progress` is told how many users more are done.
 
     Raises:
         ConfigError: a cut-off that the lists are too short for, an unknown --by column.
@@ -70,6 +75,7 @@ def evaluate_run(
         judge = _Judge(plan, truth, options, Path(folder))
         for receipt in sorted(receipts, key=lambda one: one.shard):
             judge.add(receipt)
+            progress(receipt.counts.users_in)
         return judge.verdict()
 
 

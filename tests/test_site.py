@@ -213,8 +213,8 @@ def test_python_in_a_page_compiles(page):
         compile(text, page.name, "exec")
 
 
-def test_the_quickstart_does_what_it_says(nightshelf, tmp_path, monkeypatch):
-    page = DOCS / "quickstart.md"
+def test_the_tutorial_does_what_it_says(nightshelf, tmp_path, monkeypatch):
+    page = DOCS / "tutorial.md"
     monkeypatch.chdir(tmp_path)
     for _, text in blocks(page, "python"):
         exec(compile(text, page.name, "exec"), {})

@@ -56,7 +56,7 @@ def evaluate(
         typer.Option(metavar="PATH", help="Past interactions to count as popularity."),
     ] = None,
     bootstrap: Annotated[
-        int, typer.Option(min=0, help="Samples of users for 95 % intervals; 0: none.")
+        int, typer.Option(min=0, max=100_000, help="Samples of users for 95 % intervals; 0: none.")
     ] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of the samples and the random lists.")] = 0,
     ds: DsOption = None,

@@ -40,7 +40,9 @@ from schemas.requests import Ints, Ragged
 from schemas.runs import RunPlan, ShardReceipt
 
 METHODS = ("run", "popularity", "random")
+_MOST_SEGMENTS = 1000
 _MOST_CELLS = 1 << 28  # segments x items, for coverage
+_MOST_MEANS = 1 << 25  # segments x samples x metrics
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -240,12 +242,15 @@ class _Judge:
         return groups
 
     def _check_segments(self) -> None:
-        most = max(1, _MOST_CELLS // (self._num_items * len(self._methods)))
-        if len(self._by_segment) > min(most, 1000):
+        items = self._num_items * len(self._methods)
+        means = self._all.means.cells
+        most = max(1, min(_MOST_SEGMENTS, _MOST_CELLS // items, _MOST_MEANS // means))
+        if len(self._by_segment) > most:
             raise ConfigError(
                 f"--by {self._options.by} has too many values",
-                expected=f"at most {min(most, 1000)} with {self._num_items:,} items",
-                do="Choose a column of fewer values.",
+                expected=f"at most {most} with {self._num_items:,} items and "
+                f"{self._options.bootstrap:,} samples",
+                do="Choose a column of fewer values, or a smaller --bootstrap.",
             )
 
     def verdict(self) -> Evaluation:

@@ -423,3 +423,12 @@ def test_a_run_that_recommended_nothing_is_worth_nothing(nightshelf, tmp_path):
     assert "no item in common" in nightshelf("compare", run_dir, run_dir).out
     err = nightshelf("compare", run_dir, run_dir, "--min-overlap", "0.1", check=6).err
     assert "overlap is not known" in err
+
+
+def test_a_column_of_too_many_values_is_refused(nightshelf, tmp_path, ran, monkeypatch):
+    names = [f"u{n:03d}" for n in range(40)]
+    write_truth(tmp_path, names, [f"i{n:03d}" for n in range(60)])
+    assert len(evaluate(nightshelf, ran, tmp_path, "--by", "user_id").json["segments"]) == 40
+    monkeypatch.setattr("pipelines.evaluate._MOST_SEGMENTS", 39)
+    err = evaluate(nightshelf, ran, tmp_path, "--by", "user_id", check=2).err
+    assert "--by user_id has too many values: expected at most 39 with 60 items" in err

@@ -8,7 +8,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt bench constraints clean
+.PHONY: help setup demo test check docs fmt bench constraints clean
 .PHONY: bench-quick bench-vllm
 
 help:  ## List the targets
@@ -17,7 +17,7 @@ help:  ## List the targets
 setup: $(READY)  ## Create .venv with everything the demo and the tests need
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev,iceberg,delta]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev,docs,iceberg,delta]'
 	@touch $@
 
 demo: setup  ## Build the MovieLens example, run it both ways, show what came out
@@ -29,11 +29,14 @@ demo: setup  ## Build the MovieLens example, run it both ways, show what came ou
 test: check  ## Run the checks and every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
-check: setup  ## Format, lint, types, import contracts
+check: setup docs  ## Format, lint, types, import contracts, and the documentation's site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+docs: setup  ## Build the documentation into site/; `mkdocs serve` shows it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 fmt: setup  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -58,4 +61,4 @@ constraints: setup  ## Write constraints.txt from what is installed
 	mv constraints.tmp constraints.txt
 
 clean:  ## Remove the environment and everything the example made
-	rm -rf $(VENV) $(MOVIES)/build *.egg-info
+	rm -rf $(VENV) $(MOVIES)/build site *.egg-info

@@ -1,7 +1,8 @@
 """The command line. Results on stdout, progress on stderr; `--output json` ends with one JSON line.
 
 Exit codes: 0 published · 2 usage or configuration · 3 an input breaks its contract · 4 some shards
-failed, running again is safe · 5 the engine cannot start · 6 the audit refused · 130 interrupted.
+failed, running again is safe · 5 the engine cannot start · 6 the audit refused, or `compare` found
+too much · 130 interrupted.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ they are cut into different numbers of shards, the second is cut again as the fi
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,8 +66,13 @@ class ScoredRun:
     receipts: list[ShardReceipt]
 
 
-def compare_runs(a: ScoredRun, b: ScoredRun, options: CompareOptions) -> Comparison:
-    """Compare B with A.
+def compare_runs(
+    a: ScoredRun,
+    b: ScoredRun,
+    options: CompareOptions,
+    progress: Callable[[int], None] = lambda users: None,
+) -> Comparison:
+    """Compare B with A; `progress` is told how many users of A more are done.
 
     Raises:
         ConfigError: ids of different types, a cut-off that lists are too short for, an unknown
@@ -87,6 +93,7 @@ def compare_runs(a: ScoredRun, b: ScoredRun, options: CompareOptions) -> Compari
         both = _Comparer(a, b, options, Path(folder))
         for receipt in sorted(a.receipts, key=lambda one: one.shard):
             both.add(receipt)
+            progress(receipt.counts.users_in)
         return both.verdict()
 
 

@@ -36,8 +36,8 @@ _PANELS: dict[str, dict[str, tuple[str, ...]]] = {
             "report runs/2026-11-28-home-0d6c1f3a52b7 --user U1 --user U2",
         ),
         "show": ("show my.yaml --ds 2026-11-28 --user U1",),
-        "evaluate": (),
-        "compare": (),
+        "evaluate": ("evaluate my.yaml --truth clicks.parquet",),
+        "compare": ("compare runs/2026-11-27-home-5b0e8e7d9a14 runs/2026-11-28-home-0d6c1f3a52b7",),
     },
     "Steps of a run, one by one": {
         "prepare": ("prepare my.yaml --ds 2026-11-28 --output json",),

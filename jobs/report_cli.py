@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.launchers import open_launcher
 from jobs.options import (
     DebugOption,
     DsOption,
@@ -22,6 +23,8 @@ from jobs.options import (
 from jobs.progress import open_progress
 from jobs.run import load_manifest, only_run_of, report_of
 from jobs.steps_cli import RunIdOption, TargetArg, the_plan
+from pipelines.plan import plan_run
+from schemas.settings import RunConfig
 
 
 def report(
@@ -44,6 +47,9 @@ def report(
 
     def body() -> None:
         plan = the_plan(target, run_id, ds, set_, same_model=False)
+        if isinstance(plan, RunConfig):
+            with open_launcher(None, plan) as launcher:  # which knows where its tables are
+                plan = plan_run(launcher.locate(plan))
         with only_run_of(plan), open_progress(stderr(), log_format) as progress:
             progress.step("report")
             manifest = report_of(load_manifest(plan), users or [])

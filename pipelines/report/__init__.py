@@ -11,7 +11,7 @@ from pipelines.report.charts import draw_charts
 from pipelines.report.examples import choose_examples
 from pipelines.report.figures import measure
 from pipelines.report.page import render
-from pipelines.report.staged import check_staged
+from pipelines.report.staged import open_staged
 from schemas.errors import StorageError
 from schemas.runs import RunManifest, RunPlan
 
@@ -36,10 +36,10 @@ def write_report(manifest: RunManifest, users: Sequence[str] = ()) -> RunManifes
     """
     path = report_path(manifest.plan)
     manifest = manifest.model_copy(update={"report": path})
-    check_staged(manifest)
     try:
-        figures = measure(manifest)
-        examples = choose_examples(manifest, users)
+        with open_staged(manifest) as staged:
+            figures = measure(staged)
+            examples = choose_examples(staged, users)
     except pl.exceptions.PanicException as err:  # no Exception: it would end a run that is done
         raise StorageError("polars broke on the staged files", got=str(err), where=path) from err
     charts = draw_charts(figures, manifest.plan.config.task.k)

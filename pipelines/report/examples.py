@@ -15,11 +15,11 @@ import polars as pl
 
 from pipelines import files
 from pipelines.items import open_items, titles
+from pipelines.prepare import id_dtype, shard_of, shards_of
 from pipelines.profile import load_sample, user_hashes
-from pipelines.report.staged import scan, scan_shards
+from pipelines.report.staged import Staged
 from schemas.errors import ConfigError, quoted
-from schemas.runs import RunManifest
-from schemas.tables import DUPLICATE
+from schemas.runs import RunManifest, RunPlan, Shard
 
 LIST_SHOWN = 20
 HISTORY_SHOWN = 20
@@ -43,13 +43,13 @@ class Examples:
     every_night: bool = False  # chosen by hash among all users, so that other runs show the same
 
 
-def choose_examples(manifest: RunManifest, wanted: Sequence[str] = ()) -> Examples:
+def choose_examples(staged: Staged, wanted: Sequence[str] = ()) -> Examples:
     """The users of `report.examples`, and `wanted` before them.
 
     Raises:
         ConfigError: an id of `wanted` cannot be one of this table.
     """
-    outcomes = scan(manifest, "outcomes")
+    manifest, outcomes = staged.manifest, staged.scan("outcomes")
     num = manifest.plan.config.report.examples
     if outcomes is None or (num == 0 and not wanted):
         return Examples()
@@ -58,14 +58,14 @@ def choose_examples(manifest: RunManifest, wanted: Sequence[str] = ()) -> Exampl
     chosen = pl.concat([asked, _sampled(sample, outcomes, num)]).unique(maintain_order=True)
     got = _of(outcomes, chosen)
     users = chosen.to_frame("user_id").join(got, on="user_id", how="left", maintain_order="left")
-    recommended = _lists(manifest, chosen)
+    recommended = _lists(staged, chosen)
     inputs = _inputs(manifest, chosen)
     places = _Places(manifest)
     cards = [
         _card(row, recommended.get(row["user_id"], []), inputs.get(row["user_id"], {}), places)
         for row in users.to_dicts()
     ]
-    cards = [card | _set_aside(manifest, card["id"]) if card["status"] is None else card
+    cards = [card | _set_aside(staged, card["id"]) if card["status"] is None else card
              for card in cards]  # fmt: skip
     every_night = sample is not None
     return Examples(items=places.named(), users=tuple(cards), every_night=every_night)
@@ -103,19 +103,19 @@ def _of(frame: pl.LazyFrame, users: pl.Series) -> pl.DataFrame:
     return mine.collect(engine="streaming")
 
 
-def _lists(manifest: RunManifest, users: pl.Series) -> dict[Any, list[dict[str, Any]]]:
+def _lists(staged: Staged, users: pl.Series) -> dict[Any, list[dict[str, Any]]]:
     """The first rows of each user's list; of an embedding its first numbers."""
-    kind = "embeddings" if manifest.plan.config.task.embed else "recommendations"
-    rows = scan(manifest, kind)  # type: ignore[arg-type]
+    embed = staged.manifest.plan.config.task.embed is not None
+    rows = staged.scan("embeddings" if embed else "recommendations")
     if rows is None:
         return {}
-    if kind == "embeddings":
+    if embed:
         frame = _of(rows.select("user_id", "embedding"), users)
         head = pl.col("embedding").arr.to_list().list.head(_NUMBERS).alias("numbers")
         frame = frame.with_columns(head, width=pl.col("embedding").arr.len()).drop("embedding")
     else:
         frame = _of(rows.filter(pl.col("rank") <= LIST_SHOWN).drop("run_id"), users)
-        frame = _mark_new(manifest, frame).sort("user_id", "rank")
+        frame = _mark_new(staged.manifest, frame).sort("user_id", "rank")
     return {
         key[0]: part.to_dicts() for key, part in frame.partition_by("user_id", as_dict=True).items()
     }
@@ -138,26 +138,55 @@ def _mark_new(manifest: RunManifest, rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _inputs(manifest: RunManifest, users: pl.Series) -> dict[Any, dict[str, Any]]:
-    """What the prompts of these users were made of."""
-    shards = scan_shards(manifest)
-    if shards is None:
-        return {}
-    template = manifest.plan.config.prompt.parsed
-    there = shards.collect_schema().names()
-    fields = [n for n in (*template.columns, "segment") if n in there and n != "user_id"]
-    columns = [pl.col(name).cast(pl.String) for name in dict.fromkeys(fields)]
-    if template.uses("history"):
-        history = pl.col("history")
-        latest = history.list.tail(HISTORY_SHOWN).list.reverse()
-        columns += [history.list.len().alias(_HISTORY_ITEMS), latest.alias(_HISTORY)]
-    first = pl.col(DUPLICATE).fill_null(value=False).not_()
-    found = _of(shards.filter(first).select("user_id", *columns), users)
-    return {row["user_id"]: row for row in found.to_dicts()}
+    """What the prompts of these users were made of, as far as the shards are still there."""
+    plan = manifest.plan
+    done = {receipt.shard for receipt in manifest.shards}
+    if not plan.config.inputs.self_contained:
+        texts = users.cast(pl.String).to_list()
+        done &= set(shard_of(texts, plan.num_shards).tolist())
+    found: dict[Any, dict[str, Any]] = {}
+    for shard in shards_of(plan):
+        if shard.index in done and _as_planned(plan, shard):
+            rows = _prompts_of(plan, shard.path, users).to_dicts()
+            found |= {row["user_id"]: row for row in rows}
+    return found
 
 
-def _set_aside(manifest: RunManifest, user: str) -> dict[str, Any]:
+def _as_planned(plan: RunPlan, shard: Shard) -> bool:
+    """Whether the file is there, and still the one that the run read."""
+    if not files.exists(shard.path):
+        return False
+    if not plan.config.inputs.self_contained:
+        return True
+    version = files.describe_file(shard.path, "users")[0].version
+    return version == plan.inputs["users"].files[shard.index].version
+
+
+def _prompts_of(plan: RunPlan, path: str, users: pl.Series) -> pl.DataFrame:
+    """Columns of a shard that prompts show; of a user that stands twice the row that was used."""
+    template = plan.config.prompt.parsed
+    schema = files.describe_file(path, "users")[1]
+    named = dict.fromkeys(name for name in (*template.columns, "segment") if name != "user_id")
+    fields = [name for name in named if name in schema.names]
+    history = ["history"] if template.uses("history") else []
+    frame = pl.from_arrow(files.read_parquet(path, ["user_id", *fields, *history]))
+    assert isinstance(frame, pl.DataFrame), "a table is a frame"
+    frame = frame.with_columns(pl.col("user_id").cast(id_dtype(plan.user_id_type)))
+    frame = frame.filter(pl.col("user_id").is_in(users.implode()))
+    columns = [pl.col(name).cast(pl.String) for name in fields]
+    if history:
+        items = pl.col("history")
+        if isinstance(frame.schema["history"], pl.Array):
+            items = items.arr.to_list()
+        items = items.cast(pl.List(id_dtype(plan.item_id_type)))
+        columns += [items.list.len().alias(_HISTORY_ITEMS),
+                    items.list.tail(HISTORY_SHOWN).list.reverse().alias(_HISTORY)]  # fmt: skip
+    return frame.select("user_id", *columns).unique("user_id", keep="first", maintain_order=True)
+
+
+def _set_aside(staged: Staged, user: str) -> dict[str, Any]:
     """Why a user that was asked for has no outcome."""
-    rows = scan(manifest, "quarantine")
+    rows = staged.scan("quarantine")
     missing = {"status": "not in the run", "reason": "no finished shard has this user"}
     if rows is None:
         return missing
@@ -183,7 +212,7 @@ class _Places:
         catalog = open_items(self._plan) if self._place else None
         if catalog is None:
             return tuple((shortened(str(item), _ID), None) for item in self._place)
-        dtype = pl.String if self._plan.item_id_type == "string" else pl.Int64
+        dtype = id_dtype(self._plan.item_id_type)
         ids = pl.Series("item_id", list(self._place), dtype=dtype).to_arrow()
         names = titles(self._plan.config, catalog, ids).to_pylist()
         pairs = zip(self._place, names, strict=True)

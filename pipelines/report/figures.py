@@ -20,7 +20,7 @@ from pipelines.report.distributions import (
     of_shares,
 )
 from pipelines.report.exposure import Exposure, measure_exposure
-from pipelines.report.staged import scan
+from pipelines.report.staged import Staged
 from schemas.runs import RunManifest
 
 _SAMPLES = 3  # rows of the quarantine that are shown of each rule
@@ -64,16 +64,17 @@ class Figures:
     rules: tuple[Rule, ...] = ()
 
 
-def measure(manifest: RunManifest) -> Figures:
+def measure(staged: Staged) -> Figures:
     """Measure what the finished shards of a run left.
 
     Raises:
         StorageError: a file cannot be read.
     """
-    outcomes = scan(manifest, "outcomes")
+    manifest = staged.manifest
+    outcomes = staged.scan("outcomes")
     if outcomes is None:
         return Figures()
-    rows = scan(manifest, "recommendations")
+    rows = staged.scan("recommendations")
     scores = None if rows is None else of_numbers(rows, "score")
     return Figures(
         scores=scores,
@@ -84,7 +85,7 @@ def measure(manifest: RunManifest) -> Figures:
         outcomes=_outcomes(outcomes),
         exposure=None if rows is None else measure_exposure(manifest.plan, rows),
         before=_compare(manifest, scores),
-        rules=_rules(manifest),
+        rules=_rules(staged),
     )
 
 
@@ -126,10 +127,10 @@ def _compare(manifest: RunManifest, scores: Distribution | None) -> Comparison |
     )
 
 
-def _rules(manifest: RunManifest) -> tuple[Rule, ...]:
+def _rules(staged: Staged) -> tuple[Rule, ...]:
     """The quarantine by table and rule, the most rows first."""
-    rows = scan(manifest, "quarantine")
-    if rows is None or not manifest.counts.rows_quarantined:
+    rows = staged.scan("quarantine")
+    if rows is None or not staged.manifest.counts.rows_quarantined:
         return ()
     found = rows.group_by("table", "rule").len().collect(engine="streaming")
     ordered = found.sort("len", "table", "rule", descending=[True, False, False])

@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import polars as pl
 
 from pipelines import files
-from pipelines.prepare import shards_of
 from schemas.errors import StorageError
 from schemas.runs import RunManifest, StagedKind
 
 
-def check_staged(manifest: RunManifest) -> None:
-    """Raise `StorageError` when files that receipts name are gone: `nightshelf gc` removes them."""
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A run that has ended, and a folder of this machine with its staged files."""
+
+    manifest: RunManifest
+    folder: Path
+
+    def scan(self, kind: StagedKind) -> pl.LazyFrame | None:
+        """Rows of one kind of all finished shards; None where there are none of the kind."""
+        paths = [
+            self.folder / receipt.files[kind].path
+            for receipt in self.manifest.shards
+            if kind in receipt.files
+        ]
+        return pl.scan_parquet(paths, hive_partitioning=False, glob=False) if paths else None
+
+
+@contextmanager
+def open_staged(manifest: RunManifest) -> Iterator[Staged]:
+    """The staged files of a run; from a store, copies on this machine until the block ends.
+
+    Raises:
+        StorageError: files that receipts name are gone: `nightshelf gc` removes them.
+    """
     run_dir = manifest.plan.run_dir
+    named = [file.path for receipt in manifest.shards for file in receipt.files.values()]
     there = set(files.list_names(files.join(run_dir, "staged")))
-    named = {f.path.rpartition("/")[2] for r in manifest.shards for f in r.files.values()}
-    if missing := sorted(named - there):
+    if missing := sorted(path for path in named if path.rpartition("/")[2] not in there):
         raise StorageError(
             "staged files of the run are gone",
             got=f"{len(missing)} of {len(named)} files, {missing[0]} among them",
             where=run_dir,
             do="A report reads them. Look at the page that the run itself wrote, report.html.",
         )
+    local = files.local_path(run_dir)
+    if local is not None:
+        yield Staged(manifest, Path(local))
+        return
+    with TemporaryDirectory(prefix="nightshelf-report-") as copy:
+        for path in named:
+            _copy(files.join(run_dir, path), Path(copy) / path)
+        yield Staged(manifest, Path(copy))
 
 
-def scan(manifest: RunManifest, kind: StagedKind) -> pl.LazyFrame | None:
-    """Rows of one kind of all finished shards; None where there are none of the kind."""
-    paths = [
-        files.join(manifest.plan.run_dir, receipt.files[kind].path)
-        for receipt in manifest.shards
-        if kind in receipt.files
-    ]
-    return pl.scan_parquet(paths, hive_partitioning=False) if paths else None
-
-
-def scan_shards(manifest: RunManifest) -> pl.LazyFrame | None:
-    """The prepared inputs of the finished shards; None where they were removed."""
-    done = {receipt.shard for receipt in manifest.shards}
-    there = set(files.list_names(files.join(manifest.plan.run_dir, "shards")))
-    paths = [s.path for s in shards_of(manifest.plan) if s.index in done]
-    if not paths or any(path.rpartition("/")[2] not in there for path in paths):
-        return None
-    return pl.scan_parquet(paths, hive_partitioning=False)
+@files.retried
+def _copy(source: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fs, inside = files.filesystem(source)
+    with fs.open(inside, "rb") as theirs, target.open("wb") as ours:
+        shutil.copyfileobj(theirs, ours)

@@ -7,9 +7,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import fsspec
 import polars as pl
 import pytest
+from polars.testing import assert_frame_equal
 
+from pipelines.report.staged import open_staged
+from schemas.errors import StorageError
+from schemas.runs import RunManifest
 from tests.factories import write_config, write_inputs
 from tests.report.runs import HOSTILE_TITLES, HOSTILE_USERS, run
 
@@ -272,6 +277,45 @@ def test_ids_stand_for_titles_where_there_are_none(nightshelf, tmp_path):
     items = Page(Path(summary["report"]).read_text()).blocks["examples"]["items"]
     assert items
     assert all(title is None for _, title in items)
+
+
+def test_a_users_table_that_is_its_own_shards_has_a_page_too(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    config = write_config(tmp_path, inputs__self_contained=True, inputs__exclusions=None,
+                          inputs__candidates=None, task={"k": 5, "generate": {"width": 8}},
+                          run__shard_users=1000)  # fmt: skip
+    summary = nightshelf("run", config, "--output", "json").json
+    examples = Page(Path(summary["report"]).read_text()).blocks["examples"]
+    histories = dict(pl.from_arrow(tables["users"]).select("user_id", "history").rows())
+    assert len(examples["users"]) == 40
+    for card in examples["users"]:
+        seen = [examples["items"][place][0] for place in card["history"]]
+        assert seen == histories[card["id"]][::-1]
+    # Another night's table says nothing of this run's prompts.
+    pl.from_arrow(tables["users"]).reverse().write_parquet(tmp_path / "users.parquet")
+    nightshelf("report", summary["run_dir"])
+    cards = Page(Path(summary["report"]).read_text()).blocks["examples"]["users"]
+    assert all(card["history"] == [] and card["items"] for card in cards)
+
+
+def test_staged_files_of_a_store_are_read_from_copies(made):
+    run_ = made("wide")
+    manifest = RunManifest.model_validate(run_.manifest)
+    fs = fsspec.filesystem("memory")
+    fs.put(str(run_.run_dir / "staged"), "/store/run/staged", recursive=True)
+    plan = manifest.plan.model_copy(update={"run_dir": "memory://store/run"})
+    with open_staged(manifest) as here, open_staged(
+        manifest.model_copy(update={"plan": plan})
+    ) as copied:  # fmt: skip
+        assert copied.folder != here.folder
+        for kind in ("recommendations", "outcomes", "quarantine"):
+            assert_frame_equal(copied.scan(kind).collect(), here.scan(kind).collect())
+    assert not copied.folder.exists()
+    fs.rm("/store", recursive=True)
+    with pytest.raises(StorageError, match="are gone"), open_staged(
+        manifest.model_copy(update={"plan": plan})
+    ):  # fmt: skip
+        pass
 
 
 def test_a_page_that_cannot_be_written_changes_nothing_else(nightshelf, tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ _PANELS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "show": ("show my.yaml --ds 2026-11-28 --user U1",),
         "evaluate": ("evaluate my.yaml --truth clicks.parquet",),
-        "compare": ("compare runs/2026-11-27-home-5b0e8e7d9a14 runs/2026-11-28-home-0d6c1f3a52b7",),
+        "compare": ("compare runs/RUN_A runs/RUN_B",),
     },
     "Steps of a run, one by one": {
         "prepare": ("prepare my.yaml --ds 2026-11-28 --output json",),

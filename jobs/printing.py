@@ -60,7 +60,8 @@ def _link(report: str | None) -> Text:
     """The page, to be clicked where the terminal can."""
     if report is None:
         return Text("not written")
-    return Text(report, style=Style(link=Path(report).absolute().as_uri()))
+    url = report if "://" in report else Path(report).absolute().as_uri()
+    return Text(report, style=Style(link=url))
 
 
 def _cost(summary: dict[str, Any]) -> str:

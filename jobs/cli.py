@@ -34,6 +34,7 @@ from jobs.publish_cli import rollback
 from jobs.run import plan_path, run_job
 from jobs.steps_cli import steps
 from jobs.upkeep_cli import upkeep
+from jobs.validate_cli import validate
 from pipelines import files
 from pipelines.plan import plan_run
 from schemas.config_file import load_config
@@ -154,6 +155,7 @@ def schema() -> None:
 app.registered_commands += steps.registered_commands
 app.registered_commands += upkeep.registered_commands
 app.command()(rollback)
+app.command()(validate)
 app.command(context_settings=BENCH_CONTEXT)(bench)
 
 

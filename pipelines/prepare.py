@@ -135,15 +135,10 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
     Every file is cast by its own schema before files are joined: the first file's types decide
     nothing.
     """
-    frames = []
-    for file in plan.inputs[name].files:
-        frame = pl.scan_parquet(file.path, glob=False, hive_partitioning=False)
-        schema = frame.collect_schema()
-        chosen = [pl.col("user_id").cast(_id_dtype(plan.user_id_type))]
-        for column, kind in columns.items():
-            source = _source(plan, column)
-            chosen.append(_column(column, source, kind, schema[source], plan.item_id_type))
-        frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
+    frames = [
+        _typed(plan, file.path, columns).with_columns(pl.lit(file.path).alias(_FILE))
+        for file in plan.inputs[name].files
+    ]
     num_shards = plan.num_shards
 
     def assign(ids: pl.Series) -> pl.Series:
@@ -170,6 +165,32 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         engine="streaming",
         row_group_size=max(64, (50_000 if listed else 1_600_000) // num_shards),
     )
+
+
+def _typed(plan: RunPlan, path: str, columns: dict[str, str]) -> pl.LazyFrame:
+    """The columns of one file in the types a shard has."""
+    frame = pl.scan_parquet(path, glob=False, hive_partitioning=False)
+    schema = frame.collect_schema()
+    chosen = [pl.col("user_id").cast(_id_dtype(plan.user_id_type))]
+    for column, kind in columns.items():
+        source = _source(plan, column)
+        chosen.append(_column(column, source, kind, schema[source], plan.item_id_type))
+    return frame.select(chosen)
+
+
+def first_users(plan: RunPlan, paths: list[str], rows: int) -> pa.Table:
+    """The first `rows` users of each of some files, as a shard without candidates holds them."""
+    columns = _users_columns(plan)
+    frames = [
+        _typed(plan, path, columns)
+        .head(rows)
+        .collect(engine="streaming")
+        .with_columns(pl.lit(path).alias(FILE))
+        for path in paths
+    ]
+    users = pl.concat(frames, how="vertical_relaxed")
+    again = pl.col("user_id").is_first_distinct().not_() & pl.col("user_id").is_not_null()
+    return _to_arrow(plan, users.with_columns(again.alias(DUPLICATE)))
 
 
 def _source(plan: RunPlan, name: str) -> str:

@@ -136,7 +136,9 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
     try:
         info = fs.info(inside)
         if info["size"] == 0:
-            raise TableError(f"{table}: the file is empty (0 bytes)", where=path)
+            raise TableError(
+                f"{table}: the file is empty (0 bytes)", expected="a Parquet file", where=path
+            )
         with fs.open(inside, "rb") as handle:
             parquet = pq.ParquetFile(handle)
             rows, schema = parquet.metadata.num_rows, parquet.schema_arrow

@@ -32,14 +32,14 @@ def preflight(
         overrides: `a.b=value` items.
         ds: partition date that wins over the file's.
     """
-    findings = Findings()
+    findings = Findings(config_file=str(path))
     try:
         report = inspect_config(path, overrides=overrides, ds=ds)
     except ConfigError as err:
-        findings.add_error(err, file=str(path), field="file", remedy="Correct the file's YAML.")
+        findings.add_error(err, field="file", remedy="Correct the file's YAML.")
         return findings
     for problem in report.problems:
-        findings.add_error(problem, file=str(path))
+        findings.add_error(problem)
     config = report.config
     if config is None:
         return findings
@@ -50,7 +50,6 @@ def preflight(
                 expected="--ds YYYY-MM-DD, or ds in the file",
                 do="Give one with --ds; a nightly job does.",
                 field="ds",
-                where=str(path),
             )
         )
     check_engine(report, config, findings)

@@ -29,6 +29,7 @@ class Problem:
 class Findings:
     """Problems and warnings in the order they were found, each once."""
 
+    config_file: str = ""  # where settings are, when an error does not say
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
 
@@ -53,10 +54,11 @@ class Findings:
         self, error: NightshelfError, *, file: str = "", field: str = "", remedy: str = ""
     ) -> None:
         """An error as a problem; what it does not say itself is taken from the arguments."""
+        kind: Kind = "config" if isinstance(error, ConfigError) else "input"
         self.add(
             Problem(
-                kind="config" if isinstance(error, ConfigError) else "input",
-                file=error.where or file,
+                kind=kind,
+                file=error.where or file or self.config_file,
                 field=error.field or field,
                 message=error.what,
                 expected=error.expected,

@@ -7,6 +7,8 @@ Warnings only: a run quarantines such rows and goes on. Users pass the very rule
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import polars as pl
 import pyarrow as pa
@@ -16,6 +18,7 @@ from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.tables import TableSeen, TablesSeen
 from pipelines.prepare import first_users
 from pipelines.validate import UserCheck
+from schemas.errors import ConfigError, TableError
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import ID_TYPES, IdType, id_type
@@ -35,12 +38,34 @@ def check_samples(
     tables = seen.tables
     users = tables.get("users")
     if users is not None and users.usable and users.table.rows:
-        table = _check_users(config, seen, users, item_ids, findings)
-        _check_candidates_of(config, seen, table, findings)
+        with _reading(users, findings):
+            table = _check_users(config, seen, users, item_ids, findings)
+            _check_candidates_of(config, seen, table, findings)
     for name in ("candidates", "exclusions"):
         table_seen = tables.get(name)
         if table_seen is not None and table_seen.usable and item_ids is not None:
-            _check_items_of(table_seen, item_ids, findings)
+            with _reading(table_seen, findings):
+                _check_items_of(table_seen, item_ids, findings)
+
+
+@contextmanager
+def _reading(table: TableSeen, findings: Findings) -> Iterator[None]:
+    """Rows that cannot be read are a problem of their file, unless a setting is to blame."""
+    try:
+        yield
+    except ConfigError:
+        if not findings.problems:
+            raise
+    except (OSError, pl.exceptions.PolarsError, pa.ArrowException) as err:
+        findings.add_error(
+            TableError(
+                f"{table.table.name}: rows cannot be read",
+                got=str(err).strip().partition("\n")[0][:200],
+                where=table.table.files[0].path,
+                do="Write the file again.",
+                field=f"inputs.{table.table.name}",
+            )
+        )
 
 
 def _spread(table: TableSeen) -> list[str]:
@@ -112,7 +137,7 @@ _COLUMN_OF = {
 
 def _plan(config: RunConfig, seen: TablesSeen, users: TableSeen, item: IdType) -> RunPlan:
     """As much of a plan as the rules for users read."""
-    return RunPlan(
+    return RunPlan.model_construct(  # unchecked: settings that do not fit together are said already
         run_id="",
         ds=config.ds or "",
         surface=config.surface,

@@ -204,7 +204,7 @@ def _check_vectors(
 ) -> int | None:
     """Length of user vectors; None where it is not known."""
     users = tables.get("users")
-    if users is None or {"embedding", "*"} & users.bad_columns:
+    if users is None or "embedding" in users.bad_columns:
         return None
     remedy = (
         "Use the projector that was trained on these vectors, or the vectors it was trained on."

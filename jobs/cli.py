@@ -15,6 +15,7 @@ import typer
 from jobs.bench_cli import BENCH_CONTEXT, bench
 from jobs.catalog_cli import catalog
 from jobs.doctor_cli import doctor
+from jobs.init_cli import init
 from jobs.inspect import all_runs, run_status, show_user
 from jobs.launch_local import LocalLauncher
 from jobs.options import (
@@ -156,6 +157,7 @@ def schema() -> None:
 app.registered_commands += steps.registered_commands
 app.registered_commands += upkeep.registered_commands
 app.command()(rollback)
+app.command()(init)
 app.command()(validate)
 app.command()(doctor)
 app.command(context_settings=BENCH_CONTEXT)(bench)

@@ -169,13 +169,14 @@ def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np
 
 
 @retried
-def read_head(path: str, rows: int) -> pa.Table:
+def read_head(path: str, rows: int, columns: list[str] | None = None) -> pa.Table:
     """The first rows of a Parquet file, at most as many."""
     fs, inside = filesystem(path)
     with fs.open(inside, "rb") as handle:
         parquet = pq.ParquetFile(handle, pre_buffer=False)
         # Without threads: one that still reads ahead when the process ends takes it down.
-        batch = next(parquet.iter_batches(batch_size=rows, use_threads=False), None)
+        batches = parquet.iter_batches(batch_size=rows, columns=columns, use_threads=False)
+        batch = next(batches, None)
         schema = parquet.schema_arrow
     return schema.empty_table() if batch is None else pa.Table.from_batches([batch])
 

@@ -136,7 +136,7 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
     nothing.
     """
     frames = [
-        _typed(plan, file.path, columns).with_columns(pl.lit(file.path).alias(_FILE))
+        _typed(plan, _scan(file.path), columns).with_columns(pl.lit(file.path).alias(_FILE))
         for file in plan.inputs[name].files
     ]
     num_shards = plan.num_shards
@@ -167,9 +167,12 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
     )
 
 
-def _typed(plan: RunPlan, path: str, columns: dict[str, str]) -> pl.LazyFrame:
+def _scan(path: str) -> pl.LazyFrame:
+    return pl.scan_parquet(path, glob=False, hive_partitioning=False)
+
+
+def _typed(plan: RunPlan, frame: pl.LazyFrame, columns: dict[str, str]) -> pl.LazyFrame:
     """The columns of one file in the types a shard has."""
-    frame = pl.scan_parquet(path, glob=False, hive_partitioning=False)
     schema = frame.collect_schema()
     chosen = [pl.col("user_id").cast(_id_dtype(plan.user_id_type))]
     for column, kind in columns.items():
@@ -181,13 +184,13 @@ def _typed(plan: RunPlan, path: str, columns: dict[str, str]) -> pl.LazyFrame:
 def first_users(plan: RunPlan, paths: list[str], rows: int) -> pa.Table:
     """The first `rows` users of each of some files, as a shard without candidates holds them."""
     columns = _users_columns(plan)
-    frames = [
-        _typed(plan, path, columns)
-        .head(rows)
-        .collect(engine="streaming")
-        .with_columns(pl.lit(path).alias(FILE))
-        for path in paths
-    ]
+    sources = ["user_id", *dict.fromkeys(_source(plan, column) for column in columns)]
+    frames = []
+    for path in paths:
+        head = pl.from_arrow(files.read_head(path, rows, sources))
+        assert isinstance(head, pl.DataFrame), "a table is a frame"
+        typed = _typed(plan, head.lazy(), columns).collect()
+        frames.append(typed.with_columns(pl.lit(path).alias(FILE)))
     users = pl.concat(frames, how="vertical_relaxed")
     again = pl.col("user_id").is_first_distinct().not_() & pl.col("user_id").is_not_null()
     return _to_arrow(plan, users.with_columns(again.alias(DUPLICATE)))

@@ -36,7 +36,7 @@ def preflight(
     try:
         report = inspect_config(path, overrides=overrides, ds=ds)
     except ConfigError as err:
-        findings.add_error(err, field="file", remedy="Correct the file's YAML.")
+        findings.add_error(err, field="file", remedy="Give a YAML file that can be read.")
         return findings
     for problem in report.problems:
         findings.add_error(problem)
@@ -66,10 +66,11 @@ def _check_places(report: ConfigReport, config: RunConfig, findings: Findings) -
     """Where the run writes."""
     if report.is_repaired("output.path") or "{ds}" in config.output.path:
         return
-    problems = list(unwritable(config))
-    for problem in problems:
-        findings.add_error(problem)
-    if not problems and not report.is_repaired("output", "surface"):
+    before = len(findings.problems)
+    with findings.collecting(field="run.work_dir"):
+        for problem in unwritable(config):
+            findings.add_error(problem)
+    if len(findings.problems) == before and not report.is_repaired("output", "surface"):
         with findings.collecting(
             file=config.output.path,
             field="output.path",

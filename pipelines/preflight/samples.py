@@ -14,6 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines import files
 from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.tables import TableSeen, TablesSeen
 from pipelines.prepare import first_users
@@ -21,10 +22,11 @@ from pipelines.validate import UserCheck
 from schemas.errors import ConfigError, TableError
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
-from schemas.tables import ID_TYPES, IdType, id_type
+from schemas.tables import ID_TYPES, IdType, id_type, is_list
 
 _FILES = 4
-_ROWS = 20_000  # over all files
+_ROWS = 10_000  # over all files
+_LISTS = 2_000  # rows with lists of candidates, which may be long
 _BYTES = 64 << 20  # of vectors
 _IDS = 2_000  # users whose candidates are looked for
 _MOST_CANDIDATES = 5_000_000  # rows read to find them
@@ -99,7 +101,7 @@ def _check_users(
             Problem(
                 kind="input",
                 file=example.file or paths[0],
-                field=next(iter(example.payload), "") or _COLUMN_OF.get(rule, ""),
+                field=next(iter(example.payload), "") or _COLUMN_OF.get(rule, "inputs.users"),
                 message=f"users would be set aside by rule {rule}: {message}",
                 got=f"{count:,} of the {len(table):,} users looked at, first {example.key}",
                 remedy="Correct these rows where they are written; until then the run puts them "
@@ -158,16 +160,15 @@ def _check_items_of(table: TableSeen, item_ids: pa.Array, findings: Findings) ->
     column = "item_id" if "item_id" in table.schema.names else "item_ids"
     if column not in table.schema.names or not paths:
         return
-    rows = _ROWS // len(paths)
-    parts = []
+    rows = max(1, (_LISTS if column == "item_ids" else _ROWS) // len(paths))
+    parts: list[pa.Array] = []
     for path in paths:
-        frame = pl.scan_parquet(path, glob=False, hive_partitioning=False).select(column)
-        values = frame.head(rows).collect(engine="streaming").to_series()
-        if isinstance(values.dtype, (pl.List, pl.Array)):
-            values = values.explode(empty_as_null=False, keep_nulls=False)
-        parts.append(values)
-    flat = pl.concat(parts, how="vertical_relaxed") if len(parts) > 1 else parts[0]
-    _warn_unknown(table, column, flat.to_arrow(), item_ids, findings, 0.0)
+        values = files.read_head(path, rows, [column]).column(column)
+        parts += (pc.list_flatten(values) if is_list(values.type) else values).drop_null().chunks
+    kind = ID_TYPES[id_type(item_ids.type)]
+    if all(id_type(part.type) == id_type(item_ids.type) for part in parts):
+        flat = pa.chunked_array([part.cast(kind) for part in parts], kind)
+        _warn_unknown(table, column, flat, item_ids, findings, 0.0)
 
 
 def _warn_unknown(

@@ -93,10 +93,9 @@ def _check_table(
     setting = f"inputs.{name}"
     try:
         paths = list_table(config, name, path)
-    except NightshelfError as err:
-        findings.add_error(
-            err, file=path, field=setting, remedy=f"Correct {setting}, or write the table there."
-        )
+    except (NightshelfError, OSError) as err:
+        remedy = f"Correct {setting}, or write the table there."
+        findings.add_error(_as_ours(err, name), file=path, field=setting, remedy=remedy)
         return None, None
     first: pa.Schema | None = None
     described: list[InputFile] = []
@@ -104,9 +103,9 @@ def _check_table(
     for file in paths:
         try:
             info, schema = describe_input(config, name, file)
-        except NightshelfError as err:
+        except (NightshelfError, OSError) as err:
             remedy = "Write the file again, or take it out of the folder."
-            findings.add_error(err, file=file, field=setting, remedy=remedy)
+            findings.add_error(_as_ours(err, name), file=file, field=setting, remedy=remedy)
             bad.add("*")
             continue
         described.append(info)
@@ -132,6 +131,13 @@ def _check_table(
     columns = {field.name: str(field.type) for field in first}
     table = InputTable(name=name, files=tuple(described), columns=columns)
     return TableSeen(table, first, frozenset(bad)), shape
+
+
+def _as_ours(error: NightshelfError | OSError, table: str) -> NightshelfError:
+    """A store that cannot be reached is a problem like the others."""
+    if isinstance(error, NightshelfError):
+        return error
+    return TableError(f"{table}: cannot be read", got=f"{type(error).__name__}: {error}"[:300])
 
 
 def _remedy(config: RunConfig, table: str, column: str) -> str:

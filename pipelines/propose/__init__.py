@@ -16,7 +16,7 @@ from engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from pipelines import files
 from pipelines.catalog_readers import list_catalog
 from pipelines.propose.config import Found, config_text
-from pipelines.propose.sids import SidGuess, guess_sids
+from pipelines.propose.sids import SidGuess, guess_sids, plain_ids
 from pipelines.propose.tables import (
     check_exclusions,
     guess_candidates,
@@ -24,7 +24,7 @@ from pipelines.propose.tables import (
     guess_users,
 )
 from schemas.errors import ConfigError, TableError
-from schemas.tables import CATALOG, ID_TYPES, id_type
+from schemas.tables import CATALOG, ID, Column, TableContract, id_type
 
 __all__ = ["Sources", "propose_config"]
 
@@ -53,10 +53,11 @@ def propose_config(sources: Sources, folder: str) -> str:
         EngineError: the model's or the projector's folder cannot be read.
     """
     vocabulary = read_vocabulary(sources.model) if sources.model else None
-    text_column = guess_text_column(sources.catalog)
+    paths = list_catalog(sources.catalog)
+    text_column = guess_text_column(paths[0])
     sids: SidGuess | None = None
     if text_column is None:
-        sids = guess_sids(list_catalog(sources.catalog), vocabulary)
+        sids = guess_sids(paths, vocabulary)
         ids, columns = sids.item_ids, sids.columns
     else:
         if sources.candidates is None:
@@ -66,9 +67,7 @@ def propose_config(sources: Sources, folder: str) -> str:
                 got=f"a catalog with the column {text_column!r}",
                 where=sources.catalog,
             )
-        tables = [files.read_parquet(p) for p in files.list_parquet(sources.catalog, "catalog")]
-        ids = pa.concat_arrays([t.column("item_id").combine_chunks() for t in tables])
-        columns = tuple(tables[0].column_names)
+        ids, columns = _items_of_texts(paths)
     item_type = id_type(ids.type)
     users = guess_users(sources.users, item_type)
     shape = None
@@ -91,29 +90,41 @@ def propose_config(sources: Sources, folder: str) -> str:
             users=users,
             sids=sids,
             text_column=text_column,
-            num_items=len(ids.cast(ID_TYPES[item_type]).unique()),
+            num_items=len(ids.unique()),
             has_popularity="popularity" in columns,
             shape=shape,
             vocabulary=vocabulary,
             model=model_facts(sources.model) if sources.model else {},
             projector=read_projector_spec(sources.projector) if sources.projector else None,
-            text_tokens=_text_tokens(sources, text_column) if text_column else 0,
+            text_tokens=_text_tokens(sources.model, paths, text_column) if text_column else 0,
             attributes=tuple(name for name in columns if name not in known),
         )
     )
 
 
-def _text_tokens(sources: Sources, column: str) -> int:
+def _items_of_texts(paths: list[str]) -> tuple[pa.Array, tuple[str, ...]]:
+    """Item ids of a catalog without semantic IDs, and its columns."""
+    columns: tuple[str, ...] = ()
+    parts = []
+    for path in paths:
+        _, schema = files.describe_file(path, "catalog")
+        TableContract("catalog", (Column("item_id", ID),)).check(schema, path)
+        columns = columns or tuple(schema.names)
+        parts.append(plain_ids(files.read_parquet(path, ["item_id"]).column("item_id")))
+    return pa.concat_arrays(parts), columns
+
+
+def _text_tokens(model: str | None, paths: list[str], column: str) -> int:
     """Tokens of the longest item text."""
     tokenizer: Tokenizer = ByteTokenizer(None)
-    if sources.model is not None:
-        tokenizer = CheckpointTokenizer(sources.model)
+    if model is not None:
+        tokenizer = CheckpointTokenizer(model)
     longest = 0
-    for path in files.list_parquet(sources.catalog, "catalog"):
+    for path in paths:
         texts = files.read_parquet(path, [column]).column(column).drop_null().to_pylist()
         longest = max([longest, *map(len, tokenizer.encode_texts(texts))])
     if longest == 0:
-        raise TableError(f"catalog: column {column!r} has no text", where=sources.catalog)
+        raise TableError(f"catalog: column {column!r} has no text", where=paths[0])
     return longest
 
 

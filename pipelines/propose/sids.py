@@ -21,8 +21,9 @@ from pipelines.catalog import split_texts
 from pipelines.catalog_readers import read_file
 from schemas.errors import CatalogError, quoted
 from schemas.semantic_ids import CODE_FIELD, BoundSidSpace, SidSpace
-from schemas.tables import is_list
+from schemas.tables import ID, ID_TYPES, SID, Column, TableContract, id_type, is_list
 
+_CONTRACT = TableContract("catalog", (Column("item_id", ID), Column("sid", SID)))
 _BRACKETED = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 _LETTERS = "abcdefghijklmnop"
 _SAMPLE = 1000
@@ -54,21 +55,27 @@ def guess_sids(paths: list[str], vocabulary: Vocabulary | None) -> SidGuess:
     space, bind = _space_to_read(paths[0], vocabulary)
     tables = [read_file(path, space, (lambda: bind) if bind else None) for path in paths]
     for table, path in zip(tables, paths, strict=True):
-        for column in ("item_id", "sid"):
-            if column not in table.column_names:
-                raise CatalogError(
-                    f"catalog: column {column!r} is missing",
-                    expected="item_id, and sid: codes, tokens, or one text",
-                    got=f"columns {', '.join(table.column_names)}",
-                    where=path,
-                    do="Rename the column that holds it.",
-                )
+        _CONTRACT.check(table.schema, path)
+        if table.schema.field("sid").type != tables[0].schema.field("sid").type:
+            raise CatalogError(
+                "catalog: files write their semantic IDs in different types",
+                expected=f"{tables[0].schema.field('sid').type} as in {paths[0]}",
+                got=str(table.schema.field("sid").type),
+                where=path,
+            )
     sids = pa.chunked_array([c for t in tables for c in t.column("sid").chunks]).combine_chunks()
-    ids = pa.concat_arrays([t.column("item_id").combine_chunks() for t in tables])
+    ids = [plain_ids(t.column("item_id")) for t in tables]
     lists, form, known = _lists(sids, paths[0])
     used, patterns = _used(lists, known, paths[0])
     return _guess(
-        lists, ids, used, patterns, form, vocabulary, tuple(tables[0].column_names), paths[0]
+        lists,
+        pa.concat_arrays(ids),
+        used,
+        patterns,
+        form,
+        vocabulary,
+        tuple(tables[0].column_names),
+        paths[0],
     )
 
 
@@ -121,6 +128,11 @@ def _guess(
         item_ids=ids,
         columns=columns,
     )
+
+
+def plain_ids(column: pa.ChunkedArray) -> pa.Array:
+    """Ids in the one type they have inside."""
+    return column.cast(ID_TYPES[id_type(column.type)]).combine_chunks()
 
 
 # --- reading --------------------------------------------------------------------------------------

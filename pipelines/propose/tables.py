@@ -143,18 +143,12 @@ def _check_ids(schema: pa.Schema, file: str, table: str, user_type: str, item_ty
             )
 
 
-def guess_text_column(path: str) -> str | None:
-    """The column that names items by text, in a catalog without semantic IDs; None: there is one
-    with them.
-    """
-    if not path.endswith(".parquet") and any(path.endswith(s) for s in _OTHER_LAYOUTS):
-        return None
-    file = files.list_parquet(path, "catalog")[0]
+def guess_text_column(file: str) -> str | None:
+    """The column that names items by text, where a catalog has no semantic IDs; else None."""
+    if not file.endswith(".parquet"):
+        return None  # the other layouts all hold semantic IDs
     _, schema = files.describe_file(file, "catalog")
     if "sid" in schema.names:
         return None
     named = [n for n in ("text", "title") if n in schema.names]
     return next((n for n in named if TEXT.accepts(schema.field(n).type)), None)
-
-
-_OTHER_LAYOUTS = (".json", ".jsonl", ".txt", ".npy", ".safetensors")

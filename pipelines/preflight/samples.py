@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from pipelines import files
 from pipelines.preflight.findings import Findings, Problem
+from pipelines.preflight.prompts import check_prompts
 from pipelines.preflight.tables import TableSeen, TablesSeen
 from pipelines.prepare import first_users
 from pipelines.validate import UserCheck
@@ -121,6 +122,7 @@ def _check_users(
                 remedy="Correct the rows above, or raise audit.max_quarantine_rate.",
             )
         )
+    check_prompts(config, table.filter(pa.array(check.ok)), paths[0], findings)
     if item_ids is not None and "history" in table.column_names:
         flat = pc.list_flatten(table.column("history"))
         _warn_unknown(users, "history", flat, item_ids, findings, _MANY_UNKNOWN)

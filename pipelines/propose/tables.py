@@ -76,6 +76,10 @@ def guess_users(path: str, item_type: str | None) -> UsersGuess:
             history = False
             ignored.append(f"history (ids are {found}, those of the catalog {item_type})")
     vectors = has("embedding", Column("embedding", VECTOR))
+    for name, kind in (("embedding", VECTOR), ("history", ID_LIST)):
+        if name not in schema.names:
+            alike = [f.name for f in schema if f.name not in _KNOWN and kind.accepts(f.type)]
+            ignored += [f"{one} (of the right type, if its name were {name})" for one in alike]
     others = [f for f in schema if f.name not in _KNOWN and SCALAR.accepts(f.type)]
     return UsersGuess(
         rows=rows,

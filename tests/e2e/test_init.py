@@ -248,6 +248,24 @@ def test_a_date_in_the_path_becomes_the_partition_date(nightshelf, tmp_path):
     nightshelf("validate", config)
 
 
+def test_a_column_of_another_name_is_pointed_out(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    users = tables["users"].rename_columns(["user_id", "emb", "clicks", "segment"])
+    pq.write_table(users, tmp_path / "users.parquet")
+    config = tmp_path / "nightshelf.yaml"
+    args = ["--users", tmp_path / "users.parquet", "--catalog", tmp_path / "catalog.parquet"]
+    nightshelf("init", *args, "-o", config)
+    text = " ".join(config.read_text().replace("#", " ").split())
+    assert "emb (of the right type, if its name were embedding)" in text
+    assert "clicks (of the right type, if its name were history)" in text
+    assert yaml.safe_load(config.read_text())["prompt"]["template"] == "{segment}"
+    nightshelf("validate", config)
+    pq.write_table(
+        users.rename_columns(["uid", *users.column_names[1:]]), tmp_path / "users.parquet"
+    )
+    assert "'user_id' is missing" in nightshelf("init", *args, "-o", config, "--force", check=3).err
+
+
 def test_nothing_is_written_over(nightshelf, tmp_path):
     write_inputs(tmp_path)
     config = tmp_path / "nightshelf.yaml"

@@ -240,6 +240,27 @@ def test_rows_that_a_run_would_set_aside_are_warnings(nightshelf, tmp_path):
     assert summary["users_quarantined"] == 5  # as many as the warnings count
 
 
+def test_prompts_that_cannot_be_built_are_warnings(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    texts = ["short"] * 40
+    texts[6] = texts[9] = "x" * 500
+    users = tables["users"].append_column("bio", pa.array(texts))
+    lists = users.column("history").to_pylist()
+    lists[3] = []
+    rewrite(tmp_path, "users", replaced(users, "history", pa.array(lists)))
+    prompt = {"template": "{text:bio}{user_vector}{history}", "max_tokens": 100}
+    config = write_config(tmp_path, prompt=prompt)
+    report = nightshelf("validate", config, "--output", "json").json
+    (long,) = found(report, "prompt.max_tokens", "users.parquet", "warnings")
+    assert long["got"] == "2 of the 40 users looked at, first u006"
+    assert nightshelf("run", config, "--output", "json").json["users_quarantined"] == 2
+    config = write_config(tmp_path, prompt={"template": "{history}", "max_tokens": 100})
+    report = nightshelf("validate", config, "--output", "json").json
+    (empty,) = found(report, "prompt.template", "users.parquet", "warnings")
+    assert empty["got"] == "1 of the 40 users looked at, first u003"
+    assert nightshelf("run", config, "--output", "json").json["users_quarantined"] == 1
+
+
 BROKEN = {
     "no users": {"inputs__users": "nowhere/*.parquet"},
     "no catalog": {"inputs__catalog": "nowhere.parquet"},

@@ -15,7 +15,9 @@ import typer
 
 from jobs.bench_cli import BENCH_CONTEXT, bench
 from jobs.catalog_cli import catalog
+from jobs.doctor_cli import doctor
 from jobs.help_pages import arrange
+from jobs.init_cli import init
 from jobs.inspect import all_runs, run_status, show_user
 from jobs.judge_cli import judge
 from jobs.launchers import LauncherOption, open_launcher
@@ -38,6 +40,7 @@ from jobs.report_cli import report
 from jobs.run import plan_path, run_job
 from jobs.steps_cli import steps
 from jobs.upkeep_cli import upkeep
+from jobs.validate_cli import validate
 from pipelines import files
 from pipelines.plan import plan_run
 from schemas.config_file import load_config
@@ -167,6 +170,9 @@ app.registered_commands += upkeep.registered_commands
 app.registered_commands += judge.registered_commands
 app.command()(report)
 app.command()(rollback)
+app.command()(init)
+app.command()(validate)
+app.command()(doctor)
 app.command(context_settings=BENCH_CONTEXT)(bench)
 arrange(app)
 

@@ -14,7 +14,9 @@ from typer.main import get_command_name
 # Panel -> its commands, in the order of the page; with each, what a person types first.
 _PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Set up and check": {
-        "init": (),
+        "init": (
+            "init --users users.parquet --catalog catalog.parquet --model checkpoints/onerec",
+        ),
         "doctor": ("doctor",),
         "validate": ("validate my.yaml",),
         "catalog": (),

@@ -17,8 +17,9 @@ import polars as pl
 from pipelines import files
 from pipelines.agreement import CommonItems, Floats
 from pipelines.audit import threshold
-from pipelines.by_shard import ByShard, Segments, depths, scan, staged_rows
+from pipelines.by_shard import ByShard, Segments, depths, staged_rows
 from pipelines.profile import task_kind
+from pipelines.shard_columns import scan
 from schemas.errors import ConfigError
 from schemas.judgements import (
     Agreement,

@@ -15,9 +15,10 @@ import polars as pl
 
 from pipelines import files
 from pipelines.items import open_items, titles
-from pipelines.prepare import id_dtype, shard_of, shards_of
+from pipelines.prepare import shard_of, shards_of
 from pipelines.profile import load_sample, user_hashes
 from pipelines.report.staged import Staged
+from pipelines.shard_columns import id_dtype
 from schemas.errors import ConfigError, quoted
 from schemas.runs import RunManifest, RunPlan, Shard
 

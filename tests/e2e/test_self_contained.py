@@ -120,6 +120,13 @@ def test_what_does_not_fit_self_contained_is_refused(nightshelf, tmp_path):
     excluded = {**roomy, "inputs__exclusions": "exclusions.parquet"}
     done = nightshelf("run", write_config(tmp_path, **excluded), check=2)
     assert "excluded_item_ids" in done.err
+    found = nightshelf(
+        "validate", write_config(tmp_path, **with_table), "--output", "json", check=3
+    )
+    assert [p["field"] for p in found.json["problems"]] == ["inputs.candidates"]
+    found = nightshelf("validate", write_config(tmp_path, **NO_JOIN), "--output", "json", check=3)
+    assert [p["field"] for p in found.json["problems"]] == ["run.shard_users"]
+    nightshelf("validate", write_config(tmp_path, **roomy))
     bare = {**roomy, "inputs__users": "users.parquet", "run__shard_users": 40}
     done = nightshelf("run", write_config(tmp_path, **bare), check=3)
     assert "'item_ids' is missing" in done.err

@@ -108,7 +108,7 @@ class TerminalProgress:
 
     def note(self, message: str) -> None:
         """Something a person should know."""
-        self._console.print(message, style="yellow", highlight=False)
+        self._console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 class LineProgress:

@@ -341,6 +341,8 @@ def _write_manifest(
         progress.step("report")
     try:
         manifest = report_of(manifest)
+        if status != "published":  # what ends the command is an error, without a summary
+            progress.note(f"report: {manifest.report}")
     except Exception as err:  # a page: the run is what it is, whatever becomes of it
         progress.note(f"the report could not be written: {type(err).__name__}: {err}")
     try:

@@ -89,6 +89,7 @@ def test_a_step_that_fails_is_marked(tmp_path):
     assert code == 6
     assert "✓ score" in plain
     assert "✗ audit" in plain
+    assert re.search(r"report: /\S+/report\.html", plain)  # whole, to be copied
     assert "publish  " not in plain
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 
 from jobs.cli import app
+from jobs.progress import TerminalProgress
 from tests.factories import write_config, write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +94,14 @@ def test_a_step_that_fails_is_marked(tmp_path):
     assert "✗ audit" in plain
     assert re.search(r"report: /\S+/report\.html", plain)  # whole, to be copied
     assert "publish  " not in plain
+
+
+def test_a_note_is_no_markup():
+    heard = io.StringIO()
+    with TerminalProgress(Console(file=heard, force_terminal=True, width=40)) as progress:
+        progress.step("plan")
+        progress.note("[/no] [red]markup[/red] " + "x" * 60)
+    assert "[/no] [red]markup[/red] " + "x" * 60 in CONTROL.sub("", heard.getvalue())
 
 
 def test_no_color_is_obeyed(tmp_path):

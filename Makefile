@@ -8,7 +8,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs fmt bench constraints clean
+.PHONY: help setup demo test browser check docs fmt bench constraints clean
 .PHONY: bench-quick bench-vllm
 
 help:  ## List the targets
@@ -26,8 +26,13 @@ demo: setup  ## Build the MovieLens example, run it both ways, show what came ou
 	$(BIN)/nightshelf run $(MOVIES)/score.yaml
 	$(BIN)/python $(MOVIES)/show_demo.py
 
-test: check  ## Run the checks and every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+test: check browser  ## Run the checks and every test that needs no GPU
+	$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal
+
+browser:  ## Install Chromium, in which tests look at the report (Debian, as root; else it says so)
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || { [ "$$(id -u)" = 0 ] \
+	  && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver; } >/dev/null \
+	  || echo "no chromium and chromedriver here: tests do not look at the report in a browser"
 
 check: setup docs  ## Format, lint, types, import contracts, and the documentation's site
 	$(BIN)/ruff format --check .

@@ -60,9 +60,17 @@ RunIdOption = Annotated[
 
 
 def the_plan(
-    target: str, run_id: str | None, ds: str | None, set_: list[str] | None
+    target: str,
+    run_id: str | None,
+    ds: str | None,
+    set_: list[str] | None,
+    *,
+    same_model: bool = True,
 ) -> RunPlan | RunConfig:
     """The plan of a run folder or of a run id; or a configuration, which is to be planned.
+
+    Args:
+        same_model: insist that the model is the one that was planned with.
 
     Raises:
         ConfigError: --ds or --set for a run that is planned already.
@@ -83,7 +91,8 @@ def the_plan(
         if run_id is None:
             return config
         plan = load_plan(files.join(config.run.work_dir, run_id))
-    check_unchanged(plan)
+    if same_model:
+        check_unchanged(plan)
     return plan
 
 
@@ -149,12 +158,12 @@ def _publish(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: O
     print_summary(publish_step(plan, launcher, progress, Clock()), output)
 
 
-_command("prepare", _prepare, "Plan a run and write its shards. Prints the run's id and folder.")
+_command("prepare", _prepare, "Plan a run and write its shards.\n\nPrints the run's id and folder.")
 _command("score", _score, "Score the shards of a prepared run that are not done yet.")
 _command(
     "audit",
     _audit,
-    "Apply the audit's gates to a scored run, and show them all. Exit 6 when one refuses.",
+    "Apply the audit's gates to a scored run, and show them all.\n\nExit 6 when one refuses.",
 )
 _command("publish", _publish, "Publish a run that its audit let pass.")
 

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from jobs.backfill import day_states
 from jobs.inspect import RunStatus, UserView
 from jobs.options import Output, stdout
 from pipelines.estimate import Estimate, estimate, table_bytes
@@ -81,6 +82,7 @@ def print_plan(plan: RunPlan, output: Output) -> None:
         found = {
             "run_id": plan.run_id,
             "status": "planned",
+            "before": day_states(plan.config, plan.ds).get(plan.ds, "none"),
             "ds": plan.ds,
             "surface": plan.surface,
             "shards": plan.num_shards,

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Airflow on this machine, for looking at the DAGs: everything on loopback, everybody an admin.
+# `make airflow` runs it; AIRFLOW_HOME, AIRFLOW__API__PORT and NIGHTSHELF_SURFACES may be set.
+set -euo pipefail
+root="$(cd "$(dirname "$0")/.." && pwd)"
+export PATH="$root/.venv-airflow/bin:$PATH"
+export AIRFLOW_HOME="${AIRFLOW_HOME:-$root/.airflow}"
+export AIRFLOW__API__PORT="${AIRFLOW__API__PORT:-8080}"
+export AIRFLOW__API__HOST=127.0.0.1
+export AIRFLOW__API__WORKERS=1
+export AIRFLOW__CORE__EXECUTION_API_SERVER_URL="http://127.0.0.1:$AIRFLOW__API__PORT/execution/"
+export AIRFLOW__CORE__DAGS_FOLDER="$root/airflow/dags"
+export AIRFLOW__CORE__LOAD_EXAMPLES=False
+export AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS=True
+export AIRFLOW__CORE__PARALLELISM="${AIRFLOW__CORE__PARALLELISM:-4}"
+export AIRFLOW__USAGE_DATA_COLLECTION__ENABLED=False
+mkdir -p "$AIRFLOW_HOME"
+airflow db migrate
+airflow pools set gpu "${GPUS:-1}" "GPUs"
+exec airflow standalone

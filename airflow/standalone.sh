@@ -14,7 +14,18 @@ export AIRFLOW__CORE__LOAD_EXAMPLES=False
 export AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS=True
 export AIRFLOW__CORE__PARALLELISM="${AIRFLOW__CORE__PARALLELISM:-4}"
 export AIRFLOW__USAGE_DATA_COLLECTION__ENABLED=False
+export AIRFLOW__CORE__EXECUTOR=LocalExecutor
 mkdir -p "$AIRFLOW_HOME"
 airflow db migrate
 airflow pools set gpu "${GPUS:-1}" "GPUs"
-exec airflow standalone
+
+# The parts of `airflow standalone`, but without its log servers: those listen on every interface.
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+airflow scheduler --skip-serve-logs &
+airflow triggerer --skip-serve-logs &
+airflow dag-processor &
+airflow api-server &
+echo "Airflow comes up at http://127.0.0.1:$AIRFLOW__API__PORT (Ctrl-C ends it)"
+wait -n  # one part that ends takes the others with it

@@ -15,6 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 WEBHOOK = "NIGHTSHELF_WEBHOOK"
+_STANDS = {
+    "publish": "Readers see the old rows or the new ones.",
+    "report": "The rows are published.",
+}
 _log = logging.getLogger("airflow.task.nightshelf")
 
 
@@ -26,7 +30,7 @@ def failure_text(context: Mapping[str, Any]) -> str:
     return (
         f"{instance.dag_id}, run {dag_run.run_id}: {instance.task_id} failed in try "
         f"{instance.try_number}{waited}: {context.get('exception') or 'no reason is known'}. "
-        "What was published before is unchanged."
+        + _STANDS.get(instance.task_id, "What was published before is unchanged.")
     )
 
 
@@ -47,10 +51,9 @@ def _tell(text: str) -> None:
     if not address:
         return
     body = json.dumps({"text": text}).encode()
-    request = urllib.request.Request(
-        address, data=body, headers={"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
     try:
+        request = urllib.request.Request(address, data=body, headers=headers)
         urllib.request.urlopen(request, timeout=10).close()
     except (OSError, ValueError) as err:  # the run has failed; this must not hide why
         _log.error("the webhook in %s cannot be reached: %s", WEBHOOK, err)

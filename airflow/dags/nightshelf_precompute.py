@@ -105,6 +105,8 @@ def _surface(name: str, path: Path, settings: dict[str, Any]) -> Surface:
         raise ValueError(f"{path}: {name}: unknown {sorted(unknown)}; known are {sorted(known)}")
     if "config" not in settings:
         raise ValueError(f"{path}: {name}: config is missing")
+    if "start_date" in settings:  # YAML reads a date in quotes as text
+        settings = settings | {"start_date": date.fromisoformat(str(settings["start_date"]))}
     surface = Surface(name=name, folder=path.parent, **settings)
     if surface.launcher not in ("local", "spark"):
         raise ValueError(f"{path}: {name}: launcher is local or spark, not {surface.launcher!r}")
@@ -130,7 +132,10 @@ def timetable(surface: Surface) -> CronPartitionTimetable | PartitionedAssetTime
             key_format="%Y-%m-%d",
         )
     if "assets" in schedule:
-        every = [Asset(name) for name in schedule["assets"]]
+        every = [
+            Asset.ref(uri=name) if "://" in name else Asset.ref(name=name)
+            for name in schedule["assets"]
+        ]
         condition = every[0]
         for asset in every[1:]:
             condition = condition & asset

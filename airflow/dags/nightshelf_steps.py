@@ -34,7 +34,7 @@ MEANINGS = {
     3: "an input breaks its contract",
     4: "the run is incomplete; running it again continues it",
     5: "the engine cannot start",
-    6: "the audit refused; what was published before stays",
+    6: "the audit refused",
     130: "interrupted",
 }
 _FINAL = (1, 2, 3, 5, 6)  # trying again gives the same answer

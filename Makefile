@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
+AIRFLOW := .venv-airflow
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt bench constraints clean
-.PHONY: bench-quick bench-vllm
+.PHONY: help setup demo test check fmt bench airflow constraints clean
+.PHONY: bench-quick bench-vllm airflow-test
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +29,20 @@ demo: setup  ## Build the MovieLens example, run it both ways, show what came ou
 
 test: check  ## Run the checks and every test that needs no GPU
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+	$(MAKE) airflow-test
+
+airflow-test: setup $(AIRFLOW)/.ready  ## Test the DAGs in a real Airflow, in its own environment (700 MB)
+	$(AIRFLOW)/bin/python -c 'import airflow.sdk'  # without it the tests would skip, not fail
+	$(AIRFLOW)/bin/python -m pytest -q -rs tests/dags
+
+$(AIRFLOW)/.ready: airflow/requirements.txt airflow/constraints.txt
+	test -x $(AIRFLOW)/bin/python || $(PYTHON) -m venv $(AIRFLOW)
+	$(AIRFLOW)/bin/python -m pip install --quiet --disable-pip-version-check -r airflow/requirements.txt
+	@touch $@
+
+airflow: setup $(AIRFLOW)/.ready  ## Airflow with the example at http://127.0.0.1:8080 (Ctrl-C ends it)
+	test -e $(MOVIES)/build/model || $(BIN)/python $(MOVIES)/build.py
+	airflow/standalone.sh
 
 check: setup  ## Format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -58,4 +73,4 @@ constraints: setup  ## Write constraints.txt from what is installed
 	mv constraints.tmp constraints.txt
 
 clean:  ## Remove the environment and everything the example made
-	rm -rf $(VENV) $(MOVIES)/build *.egg-info
+	rm -rf $(VENV) $(AIRFLOW) .airflow $(MOVIES)/build *.egg-info

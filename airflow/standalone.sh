@@ -17,15 +17,15 @@ export AIRFLOW__USAGE_DATA_COLLECTION__ENABLED=False
 export AIRFLOW__CORE__EXECUTOR=LocalExecutor
 mkdir -p "$AIRFLOW_HOME"
 airflow db migrate
-airflow pools set gpu "${GPUS:-1}" "GPUs"
 
 # The parts of `airflow standalone`, but without its log servers: those listen on every interface.
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 airflow scheduler --skip-serve-logs &
 airflow triggerer --skip-serve-logs &
 airflow dag-processor &
 airflow api-server &
+airflow pools set gpu "${GPUS:-1}" "GPUs"
 echo "Airflow comes up at http://127.0.0.1:$AIRFLOW__API__PORT (Ctrl-C ends it)"
 wait -n  # one part that ends takes the others with it

@@ -1,4 +1,4 @@
-"""What people hear when a run fails or is late: one line in the log, and in a chat where there is one.
+"""What people hear when a run fails or is late: a line in the log, and in a chat if there is one.
 
 The workers' environment variable `NIGHTSHELF_WEBHOOK` holds the address of an incoming webhook that
 takes `{"text": …}` (Slack, Mattermost and others do). Without it the line is in the log only. It is

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from airflow.providers.openlineage.extractors import OperatorLineage

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from airflow.sdk import (
     DAG,
     Asset,
@@ -298,8 +297,8 @@ _DOC = """
 `score` runs the model (one slot of the GPU pool), `audit` compares with what was published before,
 `publish` makes the partition visible in one step, `report` writes a page about the run.
 
-**When a task is red**: its log ends with the reason. Exit 2, 3, 5, 6 want a person; exit 4 was tried
-again already and may be cleared: finished shards are kept. After a repaired input or setting,
+**When a task is red**: its log ends with the reason. Exit 2, 3, 5 and 6 want a person; exit 4 was
+tried again already and may be cleared: finished shards are kept. After a repaired input or setting,
 clear from `plan` on. Nothing is published until `audit` has passed, and what was published before
 stays.
 

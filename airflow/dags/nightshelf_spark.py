@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nightshelf_steps import MEANINGS, StepFailed
-
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
 from airflow.sdk import BaseHook, Context
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
+from nightshelf_steps import MEANINGS, StepFailed
 
 
 class NightshelfSparkOperator(SparkSubmitOperator):

@@ -274,4 +274,3 @@ def _skip_unless_needed(before: str | None, reprocess: str) -> None:
     if reprocess == "failed" and before != "published":
         return
     raise AirflowSkipException(f"this date is {before} already, and reprocess is {reprocess!r}")
-

@@ -1,4 +1,4 @@
-"""Airflow is in its own environment; nightshelf is called as a user's DAG calls it, by its command."""
+"""Airflow has an environment of its own; nightshelf is called as a DAG calls it, by command."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import sys
 from pathlib import Path
 import yaml
 from tests.factories import write_config, write_inputs
-folder, changes = Path(sys.argv[1]), yaml.safe_load(sys.argv[2])
-write_inputs(folder, num_users=20)
-write_config(folder, **{"ds": None, **changes})
+for name, changes in yaml.safe_load(sys.argv[2]).items():
+    write_inputs(Path(sys.argv[1]) / name, num_users=20)
+    write_config(Path(sys.argv[1]) / name, **{"ds": None, **changes})
 """
 VERBS = """
 import json
@@ -59,10 +59,9 @@ def in_main_environment(code: str, *arguments: str | Path) -> str:
     return done.stdout
 
 
-def build(folder: Path, **changes) -> Path:
-    """Tiny inputs and a configuration without a date, with the fake backend."""
-    in_main_environment(BUILD, folder, yaml.safe_dump(changes))
-    return folder / "run.yaml"
+def build(folder: Path, **configs: dict) -> None:
+    """A folder for each name: tiny inputs and a `run.yaml`: fake backend, no date."""
+    in_main_environment(BUILD, folder, yaml.safe_dump(configs))
 
 
 def nightshelf(*words: str | Path, check: int = 0) -> dict:
@@ -88,17 +87,15 @@ def command() -> list[str]:
     words = [PYTHON, "-m", "jobs"]
     if '"report"' in in_main_environment(VERBS):
         return words
-    shim = "import runpy, sys; sys.argv[1] == 'report' or runpy.run_module('jobs', run_name='__main__')"
-    return [PYTHON, "-c", shim]
+    skip = "sys.argv[1] == 'report' or runpy.run_module('jobs', run_name='__main__')"
+    return [PYTHON, "-c", f"import runpy, sys; {skip}"]
 
 
 def write_surfaces(folder: Path, defaults: dict | None = None, **surfaces: dict) -> Path:
     """A surfaces.yaml over the main environment's command."""
     path = folder / "surfaces.yaml"
     start = {"command": command(), "env": nightshelf_env(), "retry_delay_s": 2}
-    path.write_text(
-        yaml.safe_dump({"defaults": start | (defaults or {}), "surfaces": surfaces})
-    )
+    path.write_text(yaml.safe_dump({"defaults": start | (defaults or {}), "surfaces": surfaces}))
     return path
 
 

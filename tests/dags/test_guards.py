@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
 from tests.dags.conftest import ROOT, in_main_environment, write_surfaces
 
 DAG_FILES = sorted((ROOT / "airflow/dags").glob("*.py"))
@@ -72,19 +73,18 @@ def test_the_installed_airflow_wins_over_the_folder(path):
     assert all("site-packages" in file for file in done.stdout.split())
 
 
-def test_the_dag_file_is_parsed_quickly_and_loads_no_heavy_library(tmp_path):
+def test_the_dag_file_is_parsed_quickly_and_loads_no_heavy_library(tmp_path, capsys):
     pytest.importorskip("airflow.sdk")
     code = """
 import json, sys, time
 from airflow.dag_processing.dagbag import DagBag
-before, start = set(sys.modules), time.perf_counter()
+start = time.perf_counter()
 bag = DagBag(sys.argv[1])
 print(json.dumps({
     "seconds": time.perf_counter() - start,
     "errors": bag.import_errors,
     "dags": sorted(bag.dags),
-    "loaded": sorted({name.partition(".")[0] for name in set(sys.modules) - before}),
-    "all": sorted({name.partition(".")[0] for name in sys.modules}),
+    "loaded": sorted({name.partition(".")[0] for name in sys.modules}),
 }))
 """
     surfaces = write_surfaces(tmp_path, **{f"s{n}": {"config": "run.yaml"} for n in range(50)})
@@ -98,9 +98,9 @@ print(json.dumps({
     assert found["errors"] == {}
     assert len(found["dags"]) == 50
     heavy = {"torch", "transformers", "pyspark", "polars", "pyarrow", "jobs", "pipelines", "engine"}
-    assert not heavy & set(found["all"])
-    assert "pandas" not in found["loaded"]
-    print(f"50 DAGs parsed in {found['seconds']:.3f} s")
+    assert not heavy & set(found["loaded"])
+    with capsys.disabled():  # time is told and decides nothing
+        sys.stdout.write(f"\n50 DAGs parsed in {found['seconds']:.2f} s\n")
 
 
 def test_every_command_of_a_dag_parses_with_the_command_line(dags, tmp_path):

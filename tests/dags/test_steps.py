@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("airflow.sdk")
 
+from airflow.sdk import RetryAction
+from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 from nightshelf_alerts import run_failed, run_late
 from nightshelf_steps import (
     InputsReady,
@@ -23,9 +25,6 @@ from nightshelf_steps import (
     ids_and_counts,
     partition_date,
 )
-
-from airflow.sdk import RetryAction
-from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 
 
 def event(partition_key=None, name="users", **extra):
@@ -258,9 +257,7 @@ def webhook(monkeypatch):
 
 def failed_context():
     return {
-        "task_instance": SimpleNamespace(
-            dag_id="nightshelf_home", task_id="audit", try_number=1
-        ),
+        "task_instance": SimpleNamespace(dag_id="nightshelf_home", task_id="audit", try_number=1),
         "dag_run": SimpleNamespace(run_id="scheduled__2026-11-29"),
         "task": SimpleNamespace(),
         "exception": StepFailed("audit", 6, "coverage is 0.4, allowed at least 0.9"),
@@ -270,9 +267,9 @@ def failed_context():
 def test_a_failure_tells_which_step_of_which_run_and_why(webhook):
     run_failed(failed_context())
     assert webhook == [
-        "nightshelf_home, run scheduled__2026-11-29: audit failed in try 1: audit ended with exit 6 "
-        "(the audit refused): coverage is 0.4, allowed at least 0.9. What was published before is "
-        "unchanged."
+        "nightshelf_home, run scheduled__2026-11-29: audit failed in try 1: audit ended with exit "
+        "6 (the audit refused): coverage is 0.4, allowed at least 0.9. What was published before "
+        "is unchanged."
     ]
 
 

@@ -42,7 +42,7 @@ from nightshelf_steps import (  # noqa: E402
 )
 
 STEPS = ("plan", "prepare", "score", "audit", "publish", "report")
-_ON_SPARK = ("prepare", "score")
+_ON_SPARK = ("plan", "prepare", "score")
 _RUN_ID = "{{ (ti.xcom_pull(task_ids='prepare') or ti.xcom_pull(task_ids='plan')).run_id }}"
 _ONE_TASK = "{{ {'score': '--set=task.generate=null', 'generate': '--set=task.score=null'}"
 

@@ -1,24 +1,27 @@
 """A step of a run as a Spark application. Imported only where a surface is launched on Spark.
 
 The operator is the provider's. What is added: a missing connection is an error (the provider would
-go on with a master called `yarn`), and the exit code decides whether another try is of use.
+go on with a master called `yarn`), the exit code decides whether another try is of use, and the
+application's last line of JSON is the result, where the driver runs here (client mode).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from airflow.providers.apache.spark.hooks.spark_submit import SparkSubmitHook
 from airflow.providers.apache.spark.operators.spark_submit import SparkSubmitOperator
 from airflow.sdk import BaseHook, Context
 from airflow.sdk.exceptions import AirflowException, AirflowNotFoundException
-from nightshelf_steps import MEANINGS, StepFailed
+from nightshelf_steps import MEANINGS, StepFailed, ids_and_counts, json_object
 
 
 class NightshelfSparkOperator(SparkSubmitOperator):
-    """`spark-submit` of one step. Its result stays in the run's folder: XCom gets nothing.
+    """`spark-submit` of one step.
 
     Args:
-        step: `prepare` or `score`.
+        step: `plan`, `prepare` or `score`.
         options: any argument of SparkSubmitOperator.
     """
 
@@ -28,9 +31,10 @@ class NightshelfSparkOperator(SparkSubmitOperator):
         defaults = {"durable": False, "conn_id": "spark_default"}
         super().__init__(**(defaults | options), **kwargs)
         self.step = step
+        self._result: dict[str, Any] = {}
 
-    def execute(self, context: Context) -> None:
-        """Submit it and wait.
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Submit it and wait. Returns ids and counts; none of them in cluster modes.
 
         Raises:
             StepFailed: with the application's exit code, where spark-submit hands it on. In cluster
@@ -47,7 +51,20 @@ class NightshelfSparkOperator(SparkSubmitOperator):
         except AirflowException as err:
             code = self._exit_code()
             final = code in MEANINGS and code not in (1, 4, 130)
-            raise StepFailed(self.step, code, str(err), final=final) from err
+            reason = (self._result.get("error") or {}).get("message") or str(err)
+            raise StepFailed(self.step, code, reason, final=final) from err
+        return ids_and_counts(self._result)
+
+    def _get_hook(self) -> SparkSubmitHook:
+        hook = super()._get_hook()
+        follow = hook._process_spark_submit_log
+        hook._process_spark_submit_log = lambda lines: follow(self._watched(lines))
+        return hook
+
+    def _watched(self, lines: Iterator[Any]) -> Iterator[Any]:
+        for line in lines:
+            self._result = json_object(line) or self._result
+            yield line
 
     def _exit_code(self) -> int:
         process = getattr(self._hook, "_submit_sp", None)

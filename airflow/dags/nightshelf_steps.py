@@ -249,7 +249,7 @@ class NightshelfOperator(BaseOperator):
         assert process.stdout is not None, "stdout is a pipe"
         for line in process.stdout:
             self.log.info("%s", line.rstrip())
-            result = _json_object(line) or result
+            result = json_object(line) or result
         code = process.wait()
         if code != 0:
             error = result.get("error") or {}
@@ -257,7 +257,8 @@ class NightshelfOperator(BaseOperator):
         return result
 
 
-def _json_object(line: str) -> dict[str, Any] | None:
+def json_object(line: str) -> dict[str, Any] | None:
+    """The object that a line of output is, if it is one."""
     if not line.startswith("{"):
         return None
     try:

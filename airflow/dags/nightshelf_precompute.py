@@ -162,7 +162,7 @@ def _params(surface: Surface) -> dict[str, Param]:
         ),
         "surface": Param(surface.name, type="string", minLength=1, description="Surface to write."),
         "config": Param(
-            str(surface.folder / surface.config),
+            os.path.normpath(surface.folder / surface.config),
             type="string",
             description="YAML file of the run, on the workers.",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -13,10 +14,10 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("NIGHTSHELF_PYTHON", str(ROOT / ".venv/bin/python"))  # the main environment
-# Before anything imports Airflow: it writes its configuration there.
-os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="airflow-"))
-os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
-os.environ["AIRFLOW__CORE__DAGS_FOLDER"] = str(ROOT / "airflow/dags")
+if importlib.util.find_spec("airflow.sdk"):  # before Airflow: it writes its configuration there
+    os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="airflow-"))
+    os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
+    os.environ["AIRFLOW__CORE__DAGS_FOLDER"] = str(ROOT / "airflow/dags")
 
 BUILD = """
 import sys
@@ -28,6 +29,7 @@ for name, changes in yaml.safe_load(sys.argv[2]).items():
     write_config(Path(sys.argv[1]) / name, **{"ds": None, **changes})
 """
 VERBS = """
+import importlib.util
 import json
 import typer
 from jobs.cli import app

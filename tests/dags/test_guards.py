@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from tests.dags.conftest import ROOT, in_main_environment, write_surfaces
 
@@ -24,18 +26,21 @@ for words in json.loads(sys.argv[1]):
     assert context.params["output"] == "json", words
 print("all parse")
 """
+STEPS = ("plan", "prepare", "score", "audit", "publish")
 SPARK = {"launcher": "spark", "spark": {"application": "jobs/spark_submit.py"}}
 
 
-def rendered(command: list[str]) -> list[str]:
-    """A step's words with values where the templates are."""
-    values = {"ds_of": "2026-11-28", "tojson": '"home"', "params.config": "run.yaml", "xcom": "ID"}
-    words = []
-    for word in command:
-        before, brace, template = word.partition("{{")
-        value = next((v for key, v in values.items() if key in template), "") if brace else ""
-        words.append(before + value)
-    return [word for word in words if word]
+def rendered(dag, task_id: str, **params: str) -> list[str]:
+    """A step's words as Airflow's templates make them, for a run of a partition."""
+    task = dag.get_task(task_id)
+    words = getattr(task, "application_args", None) or task.command[3:]
+    context = {
+        "params": {**dag.params.dump(), **params},
+        "dag_run": SimpleNamespace(partition_key="2026-11-28"),
+        "ti": SimpleNamespace(xcom_pull=lambda task_ids: {"run_id": f"id-of-{task_ids}"}),
+    }
+    templates = dag.get_template_env()
+    return [word for one in words if (word := templates.from_string(one).render(**context))]
 
 
 def test_no_init_file_shadows_airflow():
@@ -107,17 +112,27 @@ def test_every_command_of_a_dag_parses_with_the_command_line(dags, tmp_path):
     pytest.importorskip("airflow.sdk")
     bag = dags(write_surfaces(tmp_path, here={"config": "run.yaml"}, there={"config": "c"} | SPARK))
     assert bag.import_errors == {}
-    commands = [
-        rendered(task.command[3:])
-        for task in bag.dags["nightshelf_here"].tasks
-        if task.task_id != "report"
-    ]
-    commands.append(rendered(bag.dags["nightshelf_there"].get_task("score").application_args))
-    assert [words[0] for words in commands] == [
-        "plan", "prepare", "score", "audit", "publish", "score",
+    here, there = bag.dags["nightshelf_here"], bag.dags["nightshelf_there"]
+    commands = [rendered(here, step) for step in STEPS]
+    commands += [rendered(here, "plan", task=task) for task in ("score", "generate")]
+    commands.append(rendered(there, "score"))
+    assert commands[0] == [
+        "plan", f"{tmp_path}/run.yaml", "--ds=2026-11-28", '--set=surface="here"', "--output=json",
     ]  # fmt: skip
+    assert commands[2] == ["score", *commands[0][1:], "--run-id=id-of-prepare"]
+    assert commands[len(STEPS)][-2:] == ["--set=task.generate=null", "--output=json"]
     assert all("--ds=2026-11-28" in words for words in commands)
     assert in_main_environment(PARSES, json.dumps(commands)) == "all parse\n"
+
+
+def test_what_a_person_types_stays_one_argument(dags, tmp_path):
+    pytest.importorskip("airflow.sdk")
+    dag = dags(write_surfaces(tmp_path, x={"config": "c"})).dags["nightshelf_x"]
+    surface, config = """a b"; rm -rf / #'{{ 7 * 7 }}""", "$(id) {{ 7 * 7 }}.yaml"
+    words = rendered(dag, "prepare", surface=surface, config=config)
+    assert words[1] == config
+    assert words[3].startswith("--set=surface=")
+    assert yaml.safe_load(words[3].partition("surface=")[2]) == surface
 
 
 def test_the_surfaces_of_the_repository_are_valid(dags):

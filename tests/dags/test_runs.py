@@ -196,7 +196,7 @@ def standalone(tmp_path_factory, webhook):
 
 def end(process: subprocess.Popen) -> None:
     """All of it: its parts are in the same group."""
-    for signal_, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, 30)):
+    for signal_, seconds in ((signal.SIGTERM, 5), (signal.SIGKILL, 30)):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal_)
             process.wait(timeout=seconds)
@@ -284,6 +284,7 @@ def test_exit_4_is_tried_again_and_the_run_succeeds(started):
 
 
 def test_exit_6_fails_the_run_at_once_and_the_rows_of_before_stay(started):
+    """C25, airflow #49717: a failed job was shown as a success."""
     airflow, _ = started
     before = rows(airflow.folder / "refused", "2026-11-26", "refused")
     for run_id in ("new_day", "same_day"):
@@ -339,7 +340,8 @@ def test_a_run_beyond_its_deadline_is_told(started):
 
 
 def test_two_runs_of_one_partition_do_not_corrupt_it(started):
-    """A person starts a date that is at work already: the lock makes one wait, by exit 4."""
+    """C24, airflow #58752: concurrent backfills of one partition. A person starts a date that is at
+    work already: the lock makes one wait, by exit 4."""
     airflow, _ = started
     until(lambda: all_ended(airflow), "backfill")
     want = rows(airflow.folder / "home", DAYS[0], "home")

@@ -9,7 +9,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt bench airflow constraints clean
+.PHONY: help setup demo test browser check fmt bench airflow constraints clean
 .PHONY: bench-quick bench-vllm airflow-test
 
 help:  ## List the targets
@@ -27,9 +27,14 @@ demo: setup  ## Build the MovieLens example, run it both ways, show what came ou
 	$(BIN)/nightshelf run $(MOVIES)/score.yaml
 	$(BIN)/python $(MOVIES)/show_demo.py
 
-test: check  ## Run the checks and every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+test: check browser  ## Run the checks and every test that needs no GPU
+	$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal
 	$(MAKE) airflow-test
+
+browser:  ## Install Chromium, in which tests look at the report (Debian, as root; else it says so)
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || { [ "$$(id -u)" = 0 ] \
+	  && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver; } >/dev/null \
+	  || echo "no chromium and chromedriver here: tests do not look at the report in a browser"
 
 airflow-test: setup $(AIRFLOW)/.ready  ## Test the DAGs in a real Airflow, in its own environment (700 MB)
 	$(AIRFLOW)/bin/python -c 'import airflow.sdk'  # without it the tests would skip, not fail

@@ -14,6 +14,7 @@ import typer
 
 from jobs.bench_cli import BENCH_CONTEXT, bench
 from jobs.catalog_cli import catalog
+from jobs.help_pages import arrange
 from jobs.inspect import all_runs, run_status, show_user
 from jobs.launch_local import LocalLauncher
 from jobs.options import (
@@ -31,6 +32,7 @@ from jobs.options import (
 from jobs.printing import print_plan, print_runs, print_summary, print_user
 from jobs.progress import open_progress
 from jobs.publish_cli import rollback
+from jobs.report_cli import report
 from jobs.run import plan_path, run_job
 from jobs.steps_cli import steps
 from jobs.upkeep_cli import upkeep
@@ -45,7 +47,6 @@ app = typer.Typer(
     "generative recommender, from tables to tables.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(catalog, name="catalog")
 
@@ -76,7 +77,10 @@ def run(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Plan, prepare, score, audit and publish one run. Running it again continues it."""
+    """Plan, score, audit, publish and report one run.
+
+    Running it again continues it.
+    """
 
     def body() -> None:
         settings = load_config(config, overrides=set_, ds=ds)
@@ -98,7 +102,7 @@ def plan(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Check the configuration and the inputs, and say what a run would do."""
+    """Check configuration and inputs, and say what a run would do."""
 
     def body() -> None:
         print_plan(plan_run(load_config(config, overrides=set_, ds=ds)), output)
@@ -115,7 +119,7 @@ def status(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Show the runs of a configuration's work folder, or one run."""
+    """Show the runs of a work folder, or one run."""
 
     def body() -> None:
         if files.exists(plan_path(target)):
@@ -136,7 +140,7 @@ def show(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Show what is published for one user, with the catalog's titles."""
+    """Show what is published for one user, with titles."""
 
     def body() -> None:
         settings = load_config(config, overrides=set_, ds=ds)
@@ -153,8 +157,10 @@ def schema() -> None:
 
 app.registered_commands += steps.registered_commands
 app.registered_commands += upkeep.registered_commands
+app.command()(report)
 app.command()(rollback)
 app.command(context_settings=BENCH_CONTEXT)(bench)
+arrange(app)
 
 
 def main() -> NoReturn:

@@ -50,6 +50,8 @@ class _Device:
 class LocalLauncher:
     """Runs shards in worker processes of this machine; with 0 workers, in this process."""
 
+    name = "local"
+
     def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
         """Run the shards; the reasons of those that failed, by shard.
 

@@ -58,8 +58,18 @@ RunIdOption = Annotated[
 ]
 
 
-def the_plan(target: str, run_id: str | None, ds: str | None, set_: list[str] | None) -> RunPlan:
+def the_plan(
+    target: str,
+    run_id: str | None,
+    ds: str | None,
+    set_: list[str] | None,
+    *,
+    same_model: bool = True,
+) -> RunPlan:
     """The plan of a run folder, of a run id, or of a configuration as it is now.
+
+    Args:
+        same_model: insist that the model is the one that was planned with.
 
     Raises:
         ConfigError: --ds or --set say something else than a run that is planned already.
@@ -83,7 +93,8 @@ def the_plan(target: str, run_id: str | None, ds: str | None, set_: list[str] | 
             got=" ".join(changes),
             do="Plan another one with `nightshelf prepare CONFIG`.",
         )
-    check_unchanged(plan)
+    if same_model:
+        check_unchanged(plan)
     return plan
 
 
@@ -162,12 +173,12 @@ def _publish(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
     print_summary(publish_step(plan, progress, Clock()), output)
 
 
-_command("prepare", _prepare, "Plan a run and write its shards. Prints the run's id and folder.")
+_command("prepare", _prepare, "Plan a run and write its shards.\n\nPrints the run's id and folder.")
 _command("score", _score, "Score the shards of a prepared run that are not done yet.")
 _command(
     "audit",
     _audit,
-    "Apply the audit's gates to a scored run, and show them all. Exit 6 when one refuses.",
+    "Apply the audit's gates to a scored run, and show them all.\n\nExit 6 when one refuses.",
 )
 _command("publish", _publish, "Publish a run that its audit let pass.")
 

@@ -255,7 +255,7 @@ def _hash_config(config: RunConfig) -> str:
     users are batched, which changes no item and no score beyond the stated tolerance.
     """
     kept = config.model_dump(mode="json")
-    del kept["audit"]
+    del kept["audit"], kept["report"]
     for section, names in (("run", _LAUNCH_ONLY), ("engine", _BATCH_ONLY)):
         for name in names:
             del kept[section][name]

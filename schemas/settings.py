@@ -384,6 +384,17 @@ class AuditSettings(_Section):
     warn: tuple[LimitedGate, ...] = Field((), description="Gates that only warn")
 
 
+class ReportSettings(_Section):
+    """The page that every run leaves in its folder."""
+
+    examples: Annotated[int, Field(ge=0, le=2000, strict=True)] = Field(
+        200, description="Users on the page, the same ones every night; 0: none, and no ids"
+    )
+    title_column: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Catalog column that names items to people; default: title, else text"
+    )
+
+
 def _fits_a_name(surface: str) -> str:
     if len(quote(surface, safe="")) > _LONGEST_NAME:
         raise ValueError(f"too long for a folder's name: at most {_LONGEST_NAME} bytes, escaped")
@@ -416,6 +427,7 @@ class RunConfig(_Section):
     output: OutputSettings
     run: RunSettings = RunSettings()  # type: ignore[call-arg]
     audit: AuditSettings = AuditSettings()  # type: ignore[call-arg]
+    report: ReportSettings = ReportSettings()  # type: ignore[call-arg]
 
     @property
     def space(self) -> SidSpace:

@@ -28,13 +28,6 @@ for name, changes in yaml.safe_load(sys.argv[2]).items():
     write_inputs(Path(sys.argv[1]) / name, num_users=20)
     write_config(Path(sys.argv[1]) / name, **{"ds": None, **changes})
 """
-VERBS = """
-import importlib.util
-import json
-import typer
-from jobs.cli import app
-print(json.dumps(list(typer.main.get_command(app).commands)))
-"""
 ROWS = """
 import sys
 import polars as pl
@@ -84,19 +77,10 @@ def rows(folder: Path, ds: str, surface: str) -> list[dict]:
     return json.loads(in_main_environment(ROWS, folder / f"out/ds={ds}/surface={surface}"))
 
 
-def command() -> list[str]:
-    """What a surface calls. Where the command line has no `report` yet, that step does nothing."""
-    words = [PYTHON, "-m", "jobs"]
-    if '"report"' in in_main_environment(VERBS):
-        return words
-    skip = "sys.argv[1] == 'report' or runpy.run_module('jobs', run_name='__main__')"
-    return [PYTHON, "-c", f"import runpy, sys; {skip}"]
-
-
 def write_surfaces(folder: Path, defaults: dict | None = None, **surfaces: dict) -> Path:
     """A surfaces.yaml over the main environment's command."""
     path = folder / "surfaces.yaml"
-    start = {"command": command(), "env": nightshelf_env(), "retry_delay_s": 2}
+    start = {"command": [PYTHON, "-m", "jobs"], "env": nightshelf_env(), "retry_delay_s": 2}
     path.write_text(yaml.safe_dump({"defaults": start | (defaults or {}), "surfaces": surfaces}))
     return path
 

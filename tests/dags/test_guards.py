@@ -26,7 +26,7 @@ for words in json.loads(sys.argv[1]):
     assert context.params["output"] == "json", words
 print("all parse")
 """
-STEPS = ("plan", "prepare", "score", "audit", "publish")
+STEPS = ("plan", "prepare", "score", "audit", "publish", "report")
 SPARK = {"launcher": "spark", "spark": {"application": "jobs/spark_submit.py"}}
 
 

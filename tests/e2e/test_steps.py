@@ -187,7 +187,7 @@ def test_logs_may_be_json_lines(nightshelf, tmp_path):
     done = nightshelf("run", write_config(tmp_path), "--log-format", "json")
     events = [json.loads(line) for line in done.err.splitlines()]
     assert [e["step"] for e in events if e["event"] == "step"] == [
-        "plan", "prepare", "score", "audit", "publish",
+        "plan", "prepare", "score", "audit", "publish", "report",
     ]  # fmt: skip
     assert all("ts" in event for event in events)
 

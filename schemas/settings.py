@@ -60,10 +60,32 @@ class _Section(BaseModel):
     )
 
 
+class TrtllmSettings(_Section):
+    """How TensorRT-LLM's engines are built; only `engine.backend: trtllm` reads it."""
+
+    tensor_parallel: Positive = Field(1, description="GPUs of one worker")
+    max_num_tokens: Positive | Literal["auto"] = Field(
+        "auto", description="Tokens of one encode call; auto: what the GPU holds"
+    )
+    max_batch_size: Positive = Field(256, description="Prompts of one encode call")
+    multi_item: Literal["auto", "off"] = Field(
+        "auto", description="Many items behind one prompt; off: one prompt per item"
+    )
+    plugin: Literal["auto", "off"] = Field(
+        "auto", description="Our Qwen3 model inside TensorRT-LLM: soft tokens, head on demand"
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "nvfp4"] = Field(
+        "auto", description="Precision of the KV cache of task.generate.mode native"
+    )
+    placeholder_id: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="Token that stands for a soft token; unset: the last id without a text"
+    )
+
+
 class EngineSettings(_Section):
     """What runs the model, and how much it may take at once."""
 
-    backend: str = Field("torch", description="fake | torch; see engine/registry.py")
+    backend: str = Field("torch", description="fake | torch | trtllm; see engine/registry.py")
     model: str | None = Field(
         None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
     )
@@ -81,6 +103,7 @@ class EngineSettings(_Section):
     )
     max_batch_users: Positive = Field(256, description="Users in one packed pass")
     seed: int = Field(0, description="Seed of the fake backend")
+    trtllm: TrtllmSettings = TrtllmSettings()  # type: ignore[call-arg]
 
 
 class SidSettings(_Section):
@@ -208,6 +231,23 @@ class GenerateSettings(_Section):
     )
     exact: bool = Field(False, description="Widen users whose top-k is not certified")
     max_width: Positive = Field(4096, description="Widest beam that exact may use")
+    mode: Literal["constrained", "native", "auto"] = Field(
+        "constrained", description="native: the engine's own open-vocabulary beams, then filtered"
+    )
+    rescore: bool = Field(False, description="Score again what native beams found")
+    compare_users: Annotated[int, Field(ge=0, strict=True)] = Field(
+        0, description="Users of each pass that native beams are compared for"
+    )
+
+    @model_validator(mode="after")
+    def _mode(self) -> GenerateSettings:
+        if self.mode == "constrained" and (self.rescore or self.compare_users):
+            raise ValueError("rescore and compare_users are for mode: native or auto")
+        if self.mode == "native" and self.exact:
+            raise ValueError("mode: native has no certificate; exact: true needs constrained")
+        if self.mode == "native" and not isinstance(self.width, int):
+            raise ValueError("mode: native has one width for all levels")
+        return self
 
     def widths(self, num_levels: int) -> tuple[int, ...]:
         """Width of each level that is forwarded: all but the last, and that too before an end
@@ -498,11 +538,35 @@ class RunConfig(_Section):
             )
         if task.generate is not None:
             task.generate.widths(levels)
+            self._check_native(task.generate)
         if task.score is not None and task.score.length_norm != "sum":
             raise ConfigError(
                 "task.score.length_norm: mean is for items named by text",
                 expected="sum, so that a semantic ID scores the same scored and generated",
                 got="mean",
+            )
+
+    def _check_native(self, generate: GenerateSettings) -> None:
+        """Native beams need an engine that has them, and say less than constrained ones."""
+        if generate.mode != "native":
+            return
+        if self.engine.backend in ("fake", "torch"):
+            raise ConfigError(
+                "task.generate.mode: native needs an engine with beams of its own",
+                expected="engine.backend: trtllm",
+                got=self.engine.backend,
+            )
+        if self.task.score_norm != "full_vocab" and not generate.rescore:
+            raise ConfigError(
+                "native beams have scores over the whole vocabulary",
+                expected="task.score_norm: full_vocab, or task.generate.rescore: true",
+                got=f"task.score_norm: {self.task.score_norm}",
+            )
+        if self.audit.min_legal_mass is not None:
+            raise ConfigError(
+                "audit.min_legal_mass needs constrained beams",
+                expected="task.generate.mode: constrained or auto",
+                got="native",
             )
 
     def _check_limits(self) -> None:

@@ -23,9 +23,9 @@ settings.load_profile("here")
 
 def pytest_addoption(parser: Any) -> None:
     group = parser.getgroup("conformance", "run tests/conformance over one backend")
-    group.addoption("--backend", help="name of the backend; default: fake and torch")
+    group.addoption("--backend", help="name of the backend; default: fake, torch, trtllm's double")
     group.addoption("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    group.addoption("--dtype", default="float32", choices=("float32", "bfloat16"))
+    group.addoption("--dtype", choices=("float32", "bfloat16"), help="default: what it computes in")
     group.addoption("--model", help="checkpoint folder; default: a tiny random Qwen3")
 
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
+from engine.torch_backend.head import Head
 from engine.trtllm_backend.beam_engine import BeamEngine, Hypotheses
 from engine.trtllm_backend.checkpoint import (
-    CheckpointFacts,
     PreparedFolder,
     placeholder_id,
     read_checkpoint,
@@ -35,7 +35,7 @@ from engine.trtllm_backend.heads import head_of, log_probs_of_logits
 from engine.trtllm_backend.library import Library, load_library
 from engine.trtllm_backend.memory import plan_beams, plan_encode
 from engine.trtllm_backend.packing import Call, plan_calls
-from engine.trtllm_backend.self_test import run_self_test
+from engine.trtllm_backend.self_test import check_beams, run_self_test
 from schemas.errors import EngineError
 from schemas.requests import Ints
 from schemas.settings import EngineSettings, Pooling
@@ -72,7 +72,7 @@ class TrtllmBackend:
         self._encoder = EncodeEngine(
             self._library, settings, checkpoint, plan, folder, plugin=self._plugin
         )
-        self._head = self._find_head() if self._plugin else None
+        self._head: Head | None = self._find_head() if self._plugin else None
         test = run_self_test(
             self._encoder,
             checkpoint.vocab_size,
@@ -80,6 +80,7 @@ class TrtllmBackend:
             self._all_log_probs,
             multi_item=settings.trtllm.multi_item == "auto",
         )
+        self.refused = test.refused  # why multi-item prompts are not in use; None: they are
         self._multi_item = test.refused is None
         if test.refused is not None:
             log.warning("one prompt per item instead of multi-item prompts: %s", test.refused)
@@ -127,6 +128,11 @@ class TrtllmBackend:
         """Whether many items stand behind one prompt, or the self-test decided otherwise."""
         return self._multi_item
 
+    @property
+    def takes_vectors(self) -> bool:
+        """Whether soft tokens may stand in prompts."""
+        return self._plugin
+
     def prefill(self, prompts: PackedPrompts, max_nodes: int) -> TrtllmContext:
         """Note the prompts. They are forwarded with what is first read behind them."""
         if prompts.soft_vectors is not None and not self._plugin:
@@ -168,9 +174,7 @@ class TrtllmBackend:
                 do="Use a Qwen3 on one GPU with engine.trtllm.plugin: auto, or the torch backend.",
             )
         context = self.prefill(prompts, 0)
-        out = torch.empty(
-            (context.num_prompts, self._facts.hidden_size), device=self._facts.device
-        )
+        out = torch.empty((context.num_prompts, self._facts.hidden_size), device=self._facts.device)
         for call in self._calls(context, np.arange(context.num_prompts, dtype=np.int64)):
             tokens = self._engine.read_all(context, call)
             for request, hidden in zip(call.requests, tokens, strict=True):
@@ -188,6 +192,15 @@ class TrtllmBackend:
         plan = plan_beams(self._checkpoint, width, steps, prompt_tokens, _total_memory())
         folder = self._prepared.path if self._prepared else self._checkpoint.folder
         self._beams = BeamEngine(self._library, self._settings, plan, folder, self._placeholder)
+        check_beams(
+            self._beams,
+            self._engine,
+            min(prompt_tokens, plan.max_num_tokens),
+            self._checkpoint.vocab_size,
+            self._facts.device,
+            self._settings.dtype,
+            self._all_log_probs,
+        )
 
     def native_beams(self, context: TrtllmContext) -> Hypotheses:
         """The engine's own beams behind every prompt, as they come."""
@@ -249,7 +262,7 @@ class TrtllmBackend:
         log_probs = self._head.log_probs(rows, targets, Norm("full_vocab"))
         return log_probs.view(len(rows), len(every))
 
-    def _find_head(self):  # type: ignore[no-untyped-def]
+    def _find_head(self) -> Head:
         from engine.trtllm_backend.qwen3_plugin import loaded_head
 
         found = loaded_head()

@@ -96,4 +96,6 @@ class TrtllmContext:
         if self._hidden is None or len(self._hidden) >= self.num_rows:
             return
         more = max(self.num_rows, 2 * len(self._hidden)) - len(self._hidden)
-        self._hidden = torch.cat([self._hidden, self._hidden.new_zeros((more, self._hidden.shape[1]))])
+        self._hidden = torch.cat(
+            [self._hidden, self._hidden.new_zeros((more, self._hidden.shape[1]))]
+        )

@@ -209,4 +209,6 @@ def loaded_head() -> tuple[Tensor, Tensor | None] | None:
     if model is None:
         return None
     weight, bias = model.lm_head.weight, getattr(model.lm_head, "bias", None)
-    return (weight, bias) if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    return (
+        (weight, bias) if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    )

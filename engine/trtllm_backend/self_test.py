@@ -14,7 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.backend import PackedPrompts
+from engine.trtllm_backend.beam_engine import BeamEngine
+from engine.trtllm_backend.context import TrtllmContext
 from engine.trtllm_backend.encode_engine import EncodeEngine, as_prompt
+from engine.trtllm_backend.errors import running
 from engine.trtllm_backend.packing import DELIMITER
 from schemas.errors import EngineError
 from schemas.requests import Ints
@@ -105,3 +109,53 @@ def largest_difference(got: Tensor, want: Tensor) -> float:
     """Nats, over the tokens that are likely by `want` `[1, vocab]`."""
     likely = want.topk(min(_LIKELY, want.shape[1]), dim=1).indices
     return float((got.gather(1, likely) - want.gather(1, likely)).abs().max())
+
+
+@torch.inference_mode()
+def check_beams(
+    beams: BeamEngine,
+    engine: EncodeEngine,
+    prompt_tokens: int,
+    vocab_size: int,
+    device: torch.device,
+    dtype: str,
+    log_probs: LogProbs,
+) -> None:
+    """The best beam behind a probe must have the score of its tokens, read one by one.
+
+    Raises:
+        EngineError: it has not, or there is no beam at all.
+    """
+    prefix = probe_tokens(vocab_size)[0][:prompt_tokens]
+    found = beams.search(TrtllmContext(one_prompt(prefix), device))
+    tokens, score = found.tokens[0], found.score[0].copy()
+    score[(found.length[0] != tokens.shape[1]) | ~np.isfinite(score)] = -np.inf
+    best = int(score.argmax())
+    limit = tokens.shape[1] * TOLERANCE[dtype]
+    difference = float("inf")
+    if score[best] > -np.inf:
+        whole = np.concatenate([prefix, tokens[best]])
+        with running("read a beam again"):
+            rows = engine.encode([as_prompt(whole, None)])[0]
+        chosen = torch.from_numpy(tokens[best]).to(rows.device)[:, None]
+        forced = log_probs(rows[len(prefix) - 1 : -1]).gather(1, chosen)
+        difference = abs(float(forced.sum()) - float(score[best]))
+    if not difference <= limit:
+        raise EngineError(
+            "TensorRT-LLM's beams do not have the scores of their tokens",
+            expected=f"a difference of at most {limit:g} nats",
+            got=f"{difference:.3g}",
+            do="Use task.generate.mode: constrained, or another version (docs/trtllm.md).",
+        )
+
+
+def one_prompt(tokens: Ints) -> PackedPrompts:
+    """A prompt without vectors, alone."""
+    none = np.empty(0, dtype=np.int64)
+    return PackedPrompts(
+        token_ids=tokens,
+        offsets=np.asarray([0, len(tokens)], dtype=np.int64),
+        static_prefix=none,
+        soft_positions=none,
+        soft_vectors=None,
+    )

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from tensorrt_llm.executor.result import CompletionOutput, Logprob
 from tensorrt_llm.recorder import FAULTS
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
+
 from tensorrt_llm._torch.models.modeling_utils import get_model_architecture
 
 _PROCESSORS: dict[type, type] = {}

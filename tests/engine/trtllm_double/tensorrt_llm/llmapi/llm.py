@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+
 from tensorrt_llm import beams, contract
 from tensorrt_llm._torch.models.modeling_utils import get_model_architecture
 from tensorrt_llm.executor.result import RequestOutput
@@ -125,10 +126,7 @@ class LLM:
             return [EncoderOutput(out[i], t) for i, t in enumerate(tokens)]
         if part_lens and "delimiter_shift" in FAULTS:
             out = out.roll(1, dims=0)
-        return [
-            EncoderOutput(rows, t)
-            for rows, t in zip(out.split(lengths), tokens, strict=True)
-        ]
+        return [EncoderOutput(rows, t) for rows, t in zip(out.split(lengths), tokens, strict=True)]
 
     def _checked(self, inputs) -> tuple[list[list[int]], list[list[int]]]:
         tokens, part_lens = [], []
@@ -158,7 +156,9 @@ class LLM:
                 '"multi_item_part_lens" must either be provided for all prompts or for none'
             )
         if part_lens and (self.args.attn_backend != "FLASHINFER" or "multi_item_refused" in FAULTS):
-            raise ValueError(f"{self.args.attn_backend} Attention does not support multi-item scoring")
+            raise ValueError(
+                f"{self.args.attn_backend} Attention does not support multi-item scoring"
+            )
         return tokens, part_lens
 
     # -- generate ----------------------------------------------------------------------------
@@ -236,4 +236,6 @@ class LLM:
                 **({"multimodal_params": [data] * len(rows)} if data else {}),
             )
 
-        return RequestOutput(next(self._ids), None, ids, beams.search(step, params, ids)[: params.n])
+        return RequestOutput(
+            next(self._ids), None, ids, beams.search(step, params, ids)[: params.n]
+        )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensorrt_llm._torch.models.modeling_utils import register_auto_model
 from torch import nn
 from transformers import AutoModelForCausalLM
+
+from tensorrt_llm._torch.models.modeling_utils import register_auto_model
 
 _KNOWN = ("seq_lens", "multi_item_part_lens", "mrope_config", "spec_metadata", "resource_manager")
 

@@ -150,6 +150,7 @@ class Engine:
             shared_tree=shared_tree,
             same_as=same_as,
             packs=packs,
+            shared_prefix=len(prompts.static_prefix) if self._backend.facts.shares_prefix else 0,
         )
 
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
@@ -214,12 +215,13 @@ class Engine:
             failed |= beams_failed
             rows += beam_rows_used
             naive += generated.width * (prompt_rows + self._trie.depth - 1)
+        sent: Ints | None = getattr(context, "forwarded", None)  # engine/backend.py, Context
         return BatchResult(
             num_users=users.num_users,
             scored=scored,
             generated=generated,
             failed=failed,
-            rows=rows,
+            rows=rows if sent is None else sent,
             rows_naive=naive,
             native=native,
         )

@@ -93,6 +93,7 @@ class TrtllmBackend:
             max_positions=min(checkpoint.max_positions, plan.max_seq_len - 2),
             dtype=checkpoint.quantised or settings.dtype,
             device=test.device,
+            shares_prefix=False,
             rows_that_fit=_PACKS * plan.max_num_tokens,
         )
 

@@ -92,6 +92,7 @@ class BeamEngine:
             ShardFailedError: the engine failed. A request that it refused only fails its prompt.
         """
         num = context.num_prompts
+        context.forwarded += context.prompts.lengths + self._plan.width * (self._plan.steps - 1)
         requests = [self._request(context, prompt) for prompt in range(num)]
         outputs: list[Any] = []
         with running(f"search beams for {num} prompts"):

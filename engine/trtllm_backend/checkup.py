@@ -47,9 +47,7 @@ def checkup(model: str | None, *, dtype: str = "bfloat16") -> list[Check]:
         _try(checks, "two users, one prompt", lambda: _two_users(backend, native=False))
         _try(checks, "throughput", lambda: _throughput(backend))
         _try(checks, "native beams", lambda: _beams(backend))
-        _try(
-            checks, "two users, one prompt, native beams", lambda: _two_users(backend, native=True)
-        )
+        _try(checks, "two users, native beams", lambda: _two_users(backend, native=True))
     finally:
         backend.close()
     return checks

@@ -32,6 +32,7 @@ class TrtllmContext:
         self.token = np.empty(0, dtype=np.int64)
         self.prompt = np.empty(0, dtype=np.int64)
         self.depth = np.empty(0, dtype=np.int64)  # [n] 1 for a child of a prompt end
+        self.forwarded = np.zeros(num, dtype=np.int64)  # [B] tokens sent for each prompt
         self._known = np.zeros(num, dtype=bool)  # [rows] which hidden states are kept
         self._asked = np.zeros(num, dtype=bool)  # [rows] which were asked about
         self._hidden: Tensor | None = None  # [rows, H]

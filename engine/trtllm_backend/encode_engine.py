@@ -67,7 +67,7 @@ class EncodeEngine:
         Raises:
             ShardFailedError: the engine failed.
         """
-        outputs = self._encode(call, self._tensors(context, call))
+        outputs = self.read_all(context, call)
         rows = [
             output[torch.from_numpy(request.positions).to(output.device)]
             for output, request in zip(outputs, call.requests, strict=True)
@@ -76,6 +76,8 @@ class EncodeEngine:
 
     def read_all(self, context: TrtllmContext, call: Call) -> list[Tensor]:
         """Vectors of every token of each prompt of the call."""
+        for request in call.requests:
+            context.forwarded[request.prompt] += len(request.tokens)
         return self._encode(call, self._tensors(context, call))
 
     def encode(self, prompts: list[dict[str, Any]], **tensors: Any) -> list[Tensor]:

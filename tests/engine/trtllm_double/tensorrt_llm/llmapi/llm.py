@@ -44,7 +44,9 @@ class LLM:
         for name in kwargs:
             if name not in fields:
                 raise ValueError(f"LLM got invalid argument: {name}")
-        self.args = SimpleNamespace(**(fields | {"kv_cache_config": KvCacheConfig()} | kwargs))
+        self.args = SimpleNamespace(**(fields | kwargs))
+        if "kv_cache_config" not in kwargs:
+            self.args.kv_cache_config = KvCacheConfig()
         if self.args.sampler_type == "TRTLLMSampler":
             raise ValueError("sampler_type='TRTLLMSampler' was removed")
         if self.args.encode_only and self.args.mm_encoder_only:

@@ -164,7 +164,7 @@ class NightshelfQwen3ForCausalLM(Qwen3ForCausalLM):  # type: ignore[misc]
         else:
             params = [p for p in params[: attn_metadata.num_contexts] if _vectors_of(p) is not None]
             if params:
-                input_ids, inputs_embeds = self._fused(input_ids, params, indices)
+                input_ids, inputs_embeds = self._fused(attn_metadata, input_ids, params, indices)
         if hidden_only:
             hidden: Tensor = self.model(
                 attn_metadata=attn_metadata,
@@ -183,16 +183,25 @@ class NightshelfQwen3ForCausalLM(Qwen3ForCausalLM):  # type: ignore[misc]
         )
         return logits
 
-    def _fused(self, input_ids: Any, params: list[Any], indices: dict[str, Any]) -> Any:
-        """Token ids, or embeddings with the requests' vectors at their placeholders."""
-        vectors = find_input_mm_embeds([_vectors_of(p) for p in params], params)
+    def _fused(
+        self, attn_metadata: Any, input_ids: Any, params: list[Any], indices: dict[str, Any]
+    ) -> Any:
+        """Embeddings with the requests' vectors at the placeholders of their prompts.
+
+        Only tokens of prompts count: a beam may generate the placeholder's id, and then means it.
+        """
+        text, places = indices["text_token_indices"], indices["mm_token_indices"]
+        if text is None or places is None:
+            here = torch.isin(input_ids, self.mm_token_ids.to(input_ids))
+            here[attn_metadata.num_ctx_tokens :] = False
+            text, places = torch.where(~here)[0], torch.where(here)[0]
         return fuse_input_embeds(
             self.model.embed_tokens,
             input_ids,
-            vectors,
+            find_input_mm_embeds([_vectors_of(p) for p in params], params),
             mm_token_ids=self.mm_token_ids,
-            text_token_indices=indices["text_token_indices"],
-            mm_token_indices=indices["mm_token_indices"],
+            text_token_indices=text,
+            mm_token_indices=places,
         )
 
 

@@ -235,9 +235,21 @@ class LLM:
                 attn_metadata=metadata,
                 input_ids=torch.tensor([t for r in rows for t in r]),
                 position_ids=metadata.position_ids(),
-                **({"multimodal_params": [data] * len(rows)} if data else {}),
+                **self._vectors(ids, histories, data),
             )
 
         return RequestOutput(
             next(self._ids), None, ids, beams.search(step, params, ids)[: params.n]
         )
+
+    def _vectors(self, ids, histories, data) -> dict[str, Any]:
+        """Vectors, and where they go: into prompts, whatever a beam has generated since."""
+        if data is None:
+            return {}
+        places = torch.isin(torch.tensor(ids), self._model.mm_token_ids)
+        mask = torch.cat([torch.cat([places, places.new_zeros(len(h))]) for h in histories])
+        return {
+            "multimodal_params": [data] * len(histories),
+            "text_token_indices": torch.where(~mask)[0],
+            "mm_token_indices": torch.where(mask)[0],
+        }

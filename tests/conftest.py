@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from engine.torch_backend import TorchBackend
+from tests import trtllm
 from tests.factories import tiny_model
 
 torch.set_num_threads(1)  # tests run side by side
@@ -37,6 +38,24 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def torch_backend(model_folder):
     return TorchBackend(model_folder, "float32", torch.device("cpu"))
+
+
+@pytest.fixture
+def double():
+    """The recorder of TensorRT-LLM's double: what was called, and faults to ask for.
+
+    With the library installed its tests are skipped, because they know the double from within: for
+    the library there is `pytest tests/conformance --backend trtllm`.
+    """
+    if trtllm.installed():
+        pytest.skip("TensorRT-LLM itself is installed")
+    trtllm.use_double()
+    from tensorrt_llm import recorder
+
+    recorder.CALLS.clear()
+    yield recorder
+    recorder.FAULTS.clear()
+    recorder.CALLS.clear()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from schemas.settings import EngineSettings
 
 _PARTNERS = ("torch", "transformers", "flashinfer-python")
 _DEVICE = "Run on a machine with an NVIDIA GPU and its driver; in a container, with --gpus all."
-_PROBE_USERS, _PROBE_TOKENS, _PROBE_ITEMS = 16, 128, 64
+PROBE_USERS, PROBE_TOKENS, PROBE_ITEMS = 16, 128, 64  # of the throughput
 
 
 def checkup(model: str | None, *, dtype: str = "bfloat16") -> list[Check]:
@@ -184,23 +184,23 @@ def _beams(backend: TrtllmBackend) -> Check:
 def _throughput(backend: TrtllmBackend) -> Check:
     """Tokens of prompts and items per second, on work that is small but packed."""
     facts, rng = backend.facts, np.random.default_rng(0)
-    length = min(_PROBE_TOKENS, facts.max_positions - 2)
+    length = min(PROBE_TOKENS, facts.max_positions - 2)
     prompts = PackedPrompts(
-        token_ids=rng.integers(0, facts.vocab_size, _PROBE_USERS * length),
-        offsets=np.arange(_PROBE_USERS + 1, dtype=np.int64) * length,
+        token_ids=rng.integers(0, facts.vocab_size, PROBE_USERS * length),
+        offsets=np.arange(PROBE_USERS + 1, dtype=np.int64) * length,
         static_prefix=np.empty(0, dtype=np.int64),
         soft_positions=np.empty(0, dtype=np.int64),
         soft_vectors=None,
     )
-    num = _PROBE_USERS * _PROBE_ITEMS
-    prompt = torch.arange(num, device=facts.device) // _PROBE_ITEMS
+    num = PROBE_USERS * PROBE_ITEMS
+    prompt = torch.arange(num, device=facts.device) // PROBE_ITEMS
     nodes = NodeBatch(
         prompt=prompt,
         parent=prompt,
         token=torch.from_numpy(rng.integers(0, facts.vocab_size, num)).to(facts.device),
         depth=torch.ones_like(prompt),
-        slot=torch.arange(num, device=facts.device) % _PROBE_ITEMS,
-        num_slots=_PROBE_ITEMS,
+        slot=torch.arange(num, device=facts.device) % PROBE_ITEMS,
+        num_slots=PROBE_ITEMS,
         max_depth=1,
     )
     targets = Targets(
@@ -213,9 +213,9 @@ def _throughput(backend: TrtllmBackend) -> Check:
         started = time.perf_counter()
         context = backend.prefill(prompts, num)
         backend.extend(context, nodes)
-        rows = torch.arange(_PROBE_USERS, _PROBE_USERS + num, device=facts.device)
+        rows = torch.arange(PROBE_USERS, PROBE_USERS + num, device=facts.device)
         backend.log_probs(context, rows, targets, Norm("full_vocab")).sum().item()
         seconds.append(time.perf_counter() - started)
-    rate = (_PROBE_USERS * length + num) / min(seconds)
-    users = _PROBE_USERS / min(seconds)
-    return Check("", True, f"{rate:,.0f} tokens/s, {users:,.1f} users/s of {_PROBE_ITEMS} items")
+    rate = (PROBE_USERS * length + num) / min(seconds)
+    users = PROBE_USERS / min(seconds)
+    return Check("", True, f"{rate:,.0f} tokens/s, {users:,.1f} users/s of {PROBE_ITEMS} items")

@@ -19,11 +19,11 @@ from tests.factories import write_config, write_inputs
 ROOT = Path(__file__).parents[2]
 BOTH = {"k": 5, "score": {}, "generate": {"width": 8}}
 
-pytestmark = pytest.mark.skipif(trtllm.installed(), reason="TensorRT-LLM itself is installed")
 
-
-def run(config, *args, check=0, double=True, **env):
+def run(config, *args, check, double=True, **env):
     """`nightshelf run` in a process of its own, which finds the double by PYTHONPATH."""
+    if trtllm.installed():
+        pytest.skip("TensorRT-LLM itself is installed")
     paths = [str(ROOT), *([str(trtllm.DOUBLE)] if double else [])]
     done = subprocess.run(
         [sys.executable, "-m", "jobs", "run", str(config), *args, "--output", "json"],
@@ -38,20 +38,13 @@ def run(config, *args, check=0, double=True, **env):
     return done
 
 
-def summary(done):
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def configure(folder, model, backend="trtllm", task=None, vectors=True, workers=1, **engine):
-    settings = {"backend": backend, "model": model, "device": "cpu"} | engine
-    template = "{history}"
-    if vectors:
-        template = "{user_vector} {history}"
-        settings["projector"] = str(folder / "projector")
+def configure(folder, model, backend="trtllm", task=None, workers=0, **engine):
+    projector = str(folder / "projector")
+    settings = {"backend": backend, "model": model, "device": "cpu", "projector": projector}
     return write_config(
         folder,
-        engine=settings,
-        prompt={"template": template, "max_tokens": 60},
+        engine=settings | engine,
+        prompt={"template": "{user_vector} {history}", "max_tokens": 60},
         task=task or BOTH,
         run={"shard_users": 20, "workers": workers},
     )
@@ -78,55 +71,59 @@ def assert_same_lists(one: pl.DataFrame, other: pl.DataFrame, nats: float = 1e-4
         assert score == pytest.approx(last[user], abs=nats)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_publishes_what_the_torch_backend_does(inputs, model_folder, workers):
-    """Vectors, candidates and beams in one run; with a worker process, and without."""
-    rows = {}
-    for backend in ("torch", "trtllm"):
-        found = summary(run(configure(inputs, model_folder, backend, workers=workers)))
-        assert found["status"] == "published"
-        assert found["users_recommended"] == 40
-        rows[backend] = published(inputs)
-    assert set(rows["trtllm"]["source"]) == {"score", "generate"}
-    assert_same_lists(rows["torch"], rows["trtllm"])
-    assert rows["torch"]["exact"].equals(rows["trtllm"]["exact"])
-
-
-def test_labels_and_embeddings_come_out_the_same(inputs, model_folder):
-    labels = {"k": 5, "label": {"labels": ["w1", "w2"]}}
-    first = summary(run(configure(inputs, model_folder, "torch", labels)))
+def test_worker_processes_publish_what_the_torch_backend_does(inputs, model_folder, nightshelf):
+    """Vectors, candidates and beams in one run."""
+    nightshelf("run", configure(inputs, model_folder, "torch"))
     want = published(inputs)
-    second = summary(run(configure(inputs, model_folder, "trtllm", labels)))
+    done = run(configure(inputs, model_folder, workers=1), check=0)
+    assert json.loads(done.stdout.splitlines()[-1])["users_recommended"] == 40
+    rows = published(inputs)
+    assert set(rows["source"]) == {"score", "generate"}
+    assert_same_lists(want, rows)
+    assert want["exact"].equals(rows["exact"])
+
+
+def test_labels_and_embeddings_come_out_the_same(inputs, model_folder, nightshelf, double):
+    labels = {"k": 5, "label": {"labels": ["w1", "w2"]}}
+    nightshelf("run", configure(inputs, model_folder, "torch", labels))
+    want = published(inputs)
+    nightshelf("run", configure(inputs, model_folder, "trtllm", labels))
     assert_same_lists(want.drop("labels"), published(inputs).drop("labels"))
-    assert first["rows_published"] == second["rows_published"]
     embed = {"embed": {"pooling": "mean"}}
     vectors = []
     for backend in ("torch", "trtllm"):
-        found = summary(run(configure(inputs, model_folder, backend, embed)))
+        config = configure(inputs, model_folder, backend, embed)
+        found = nightshelf("run", config, "--output", "json").json
         vectors.append(staged(found, "embeddings").sort("user_id")["embedding"].to_numpy())
     assert abs(vectors[0] - vectors[1]).max() < 1e-4
 
 
-def test_what_the_engine_forwards_is_counted_as_it_is(inputs, model_folder):
-    """The prompt goes along with every read: the summary does not pretend otherwise."""
-    torch_run = summary(run(configure(inputs, model_folder, "torch", workers=0)))
-    found = summary(run(configure(inputs, model_folder, workers=0)))
-    assert found["rows_forwarded"] > torch_run["rows_forwarded"]
-    assert found["rows_naive"] == torch_run["rows_naive"]
+def test_what_the_engine_forwards_is_counted_as_it_is(inputs, model_folder, nightshelf, double):
+    """The prompt goes along with every read: the summary does not pretend otherwise (A34)."""
+    found = nightshelf("run", configure(inputs, model_folder), "--output", "json").json
+    sent = sum(
+        len(prompt["prompt_token_ids"])
+        for name, kwargs in double.CALLS
+        if name == "encode"
+        for prompt in kwargs["inputs"]
+    )
+    probes = 6 + 9 + 8 + 14  # of the self-test
+    assert found["rows_forwarded"] == sent - probes
+    assert found["reused_tokens"] == 0
 
 
-def test_native_beams_are_counted_and_never_called_exact(inputs, model_folder):
+def test_native_beams_are_counted_and_never_called_exact(inputs, model_folder, nightshelf, double):
     task = {
         "k": 5,
         "score": {},
         "generate": {"width": 24, "mode": "native", "rescore": True, "compare_users": 2},
     }
     config = configure(inputs, model_folder, task=task)
-    config.write_text(config.read_text().replace("exclusions: exclusions.parquet\n", ""))
-    found = summary(run(config))
+    found = nightshelf("run", config, "--output", "json").json
     counts = found["native_beams"]
     assert counts["beams"] == 40 * 24
     assert 0 < counts["invalid_share"] <= 1
+    assert counts["unusable_share"] == 0
     assert 0 <= counts["overlap_with_constrained"] <= 1
     assert found["legal_mass"] is None
     assert found["exact_share"] == 0
@@ -136,40 +133,42 @@ def test_native_beams_are_counted_and_never_called_exact(inputs, model_folder):
     assert published(inputs)["item_id"].is_in(catalog.to_list()).all()
 
 
-def test_the_choice_of_auto_is_said(inputs, model_folder):
+def test_the_choice_of_auto_is_said(inputs, model_folder, nightshelf, double, caplog):
     task = {"k": 5, "generate": {"width": 8, "mode": "auto"}}
-    done = run(configure(inputs, model_folder, task=task))
-    assert "constrained beams, because exclusions would shorten its lists" in done.stderr
-    assert "native_beams" not in summary(done)
+    config = configure(inputs, model_folder, task=task)
+    found = nightshelf("run", config, "--output", "json").json
+    assert "constrained beams, because exclusions would shorten its lists" in caplog.text
+    assert "native_beams" not in found
 
 
-def test_a_build_that_refuses_items_gives_the_same_lists(inputs, model_folder):
-    run(configure(inputs, model_folder))
+def test_a_build_that_refuses_items_gives_the_same_lists(
+    inputs, model_folder, nightshelf, double, caplog
+):
+    nightshelf("run", configure(inputs, model_folder))
     want = published(inputs)
-    config = configure(inputs, model_folder, seed=1)  # another run of the same work
-    done = run(config, TRTLLM_DOUBLE_FAULTS="multi_item_refused")
-    assert "one prompt per item instead of multi-item prompts: refused" in done.stderr
+    double.FAULTS.add("multi_item_refused")
+    nightshelf("run", configure(inputs, model_folder, seed=1))  # another run of the same work
+    assert "one prompt per item instead of multi-item prompts: refused" in caplog.text
     assert_same_lists(want, published(inputs))
 
 
-def test_an_engine_that_dies_is_replaced_and_the_shard_fails_in_the_end(inputs, model_folder):
-    done = run(configure(inputs, model_folder), check=4, TRTLLM_DOUBLE_FAULTS="dies")
+def test_an_engine_that_dies_is_replaced_and_its_shard_tried_again(inputs, model_folder):
+    config = configure(inputs, model_folder, workers=1)
+    done = run(config, "--set", "run.max_attempts=2", check=4, TRTLLM_DOUBLE_FAULTS="dies")
     assert "illegal memory access" in done.stderr
     assert "trying again" in done.stderr
-    assert "given up after 3 attempts" in done.stderr
+    assert "given up after 2 attempts" in done.stderr
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_without_the_library_the_run_says_what_to_install(inputs, model_folder, workers):
-    config = configure(inputs, model_folder, workers=workers)
-    done = run(config, check=5, double=False)
+def test_without_the_library_the_run_says_what_to_install(inputs, model_folder):
+    done = run(configure(inputs, model_folder, workers=1), check=5, double=False)
     assert "needs TensorRT-LLM, which cannot be loaded" in done.stderr
     assert "nvcr.io/nvidia/tensorrt-llm/release:" in done.stderr
     assert "pip install tensorrt_llm" in done.stderr
 
 
-def test_an_engine_that_cannot_start_says_why(inputs, model_folder):
-    done = run(configure(inputs, model_folder, trtllm={"placeholder_id": 99}), check=5)
-    assert "placeholder_id" in done.stderr
-    done = run(configure(inputs, model_folder, trtllm={"max_beams": 4}), check=2)
-    assert "max_beams" in done.stderr
+def test_an_engine_that_cannot_start_says_why(inputs, model_folder, nightshelf, double):
+    wrong = configure(inputs, model_folder, trtllm={"placeholder_id": 99})
+    assert "placeholder_id" in nightshelf("run", wrong, check=5).err
+    wrong = configure(inputs, model_folder, trtllm={"max_beams": 4})
+    assert "max_beams" in nightshelf("run", wrong, check=2).err

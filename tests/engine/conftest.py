@@ -1,28 +1,10 @@
-"""TensorRT-LLM's double for the tests of its adapter.
-
-With the library installed they are skipped, because they know the double from within: for the
-library there is `pytest tests/conformance --backend trtllm`.
-"""
+"""The TensorRT-LLM backend over its double."""
 
 from __future__ import annotations
 
 import pytest
 
 from schemas.settings import EngineSettings, TrtllmSettings
-from tests import trtllm
-
-
-@pytest.fixture
-def double():
-    """The double's recorder: what was called, and faults to ask for."""
-    if trtllm.installed():
-        pytest.skip("TensorRT-LLM itself is installed")
-    trtllm.use_double()
-    from tensorrt_llm import recorder
-
-    recorder.CALLS.clear()
-    yield recorder
-    recorder.FAULTS.clear()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.trtllm_backend import checkup as module
 from engine.trtllm_backend.checkup import checkup
 from schemas.checks import Check
 from tests import trtllm
@@ -23,6 +24,13 @@ NAMES = [
     "native beams",
     "two users, native beams",
 ]
+
+
+@pytest.fixture(autouse=True)
+def little_work(monkeypatch):
+    """The probe of the throughput is sized for a GPU."""
+    monkeypatch.setattr(module, "PROBE_TOKENS", 8)
+    monkeypatch.setattr(module, "PROBE_ITEMS", 4)
 
 
 def test_every_check_is_made_and_right_over_the_double(double, model_folder):

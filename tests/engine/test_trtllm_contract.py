@@ -218,6 +218,8 @@ def reusing(library):
 
 def two_users(monkeypatch, *, reuse, salted):
     """The leak test of the checkup, over an adapter with or without its two defences."""
+    monkeypatch.setattr(checkup, "PROBE_TOKENS", 8)
+    monkeypatch.setattr(checkup, "PROBE_ITEMS", 4)
     if reuse:
         monkeypatch.setattr(checkup, "load_library", lambda: reusing(load_library()))
     if not salted:

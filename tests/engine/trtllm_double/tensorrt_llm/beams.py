@@ -66,12 +66,12 @@ def _completion(i, beam, score, parts, params) -> CompletionOutput:
 
 def _faulty(found: list[CompletionOutput]) -> list[CompletionOutput]:
     half = len(found) // 2
-    for output in found[half:]:
+    for output, twin in zip(found[half:], found, strict=False):
         if "beams_empty" in FAULTS:
             output.token_ids, output.cumulative_logprob = [], None
         if "beams_infinite" in FAULTS:
             output.cumulative_logprob = float("-inf")
         if "beams_doubled" in FAULTS:
-            output.token_ids = list(found[0].token_ids)
-            output.cumulative_logprob = found[0].cumulative_logprob
+            output.token_ids = list(twin.token_ids)
+            output.cumulative_logprob = twin.cumulative_logprob
     return found

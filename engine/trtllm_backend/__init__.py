@@ -134,6 +134,11 @@ class TrtllmBackend:
         """Whether soft tokens may stand in prompts."""
         return self._plugin
 
+    @property
+    def beams_take_vectors(self) -> bool:
+        """Whether they may also where native beams search."""
+        return self._placeholder is not None
+
     def prefill(self, prompts: PackedPrompts, max_nodes: int) -> TrtllmContext:
         """Note the prompts. They are forwarded with what is first read behind them."""
         if prompts.soft_vectors is not None and not self._plugin:
@@ -190,6 +195,14 @@ class TrtllmBackend:
         Raises:
             EngineError: it does not fit, does not start, or scores its beams wrongly.
         """
+        if self._settings.projector is not None and self._placeholder is None:
+            raise EngineError(
+                "every id of the vocabulary is a token, so none can stand for a soft token",
+                expected="an embedding with more rows than the tokenizer has tokens",
+                where=self._checkpoint.folder,
+                do="Set engine.trtllm.placeholder_id to the id of a token that no prompt contains, "
+                "or use task.generate.mode: constrained.",
+            )
         plan = plan_beams(self._checkpoint, width, steps, prompt_tokens, _total_memory())
         folder = self._prepared.path if self._prepared else self._checkpoint.folder
         self._beams = BeamEngine(self._library, self._settings, plan, folder, self._placeholder)

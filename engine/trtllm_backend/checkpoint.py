@@ -101,11 +101,14 @@ def _quantisation(folder: Path, config: dict[str, Any]) -> str | None:
     return str(section.get("quant_algo") or section.get("quant_method") or "unknown")
 
 
-def placeholder_id(facts: CheckpointFacts, settings: EngineSettings) -> int:
+def placeholder_id(facts: CheckpointFacts, settings: EngineSettings) -> int | None:
     """The token that stands in a prompt where a soft token comes: in the vocabulary, in no text.
+    None: every id is a token of the tokenizer, and the settings name none.
+
+    Only prompts for native beams need it; `encode` is given positions.
 
     Raises:
-        EngineError: every id is a token of the tokenizer and the settings name none.
+        EngineError: the settings name an id beyond the vocabulary.
     """
     named = settings.trtllm.placeholder_id
     if named is not None:
@@ -118,21 +121,13 @@ def placeholder_id(facts: CheckpointFacts, settings: EngineSettings) -> int:
         return named
     tokenizer = Tokenizer.from_file(str(Path(facts.folder) / "tokenizer.json"))
     last = facts.vocab_size - 1
-    if tokenizer.id_to_token(last) is not None:
-        raise EngineError(
-            "every id of the vocabulary is a token, so none can stand for a soft token",
-            expected="an embedding with more rows than the tokenizer has tokens",
-            got=f"{facts.vocab_size} of both",
-            where=facts.folder,
-            do="Set engine.trtllm.placeholder_id to the id of a token that no prompt contains.",
-        )
-    return last
+    return last if tokenizer.id_to_token(last) is None else None
 
 
 class PreparedFolder:
     """A temporary checkpoint folder whose config.json names our class; `close` removes it."""
 
-    def __init__(self, folder: str, placeholder: int) -> None:
+    def __init__(self, folder: str, placeholder: int | None) -> None:
         source = Path(folder).resolve()
         self.path = tempfile.mkdtemp(prefix="nightshelf-trtllm-")
         for file in source.iterdir():
@@ -140,7 +135,7 @@ class PreparedFolder:
                 (Path(self.path) / file.name).symlink_to(file)
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         config["architectures"] = [ARCHITECTURE]
-        config["nightshelf_placeholder_id"] = placeholder
+        config["nightshelf_placeholder_id"] = -1 if placeholder is None else placeholder
         text = json.dumps(config, indent=2) + "\n"
         (Path(self.path) / "config.json").write_text(text, encoding="utf-8")
 

@@ -7,6 +7,7 @@ Every check is made even where an earlier one failed, as far as it can be; nothi
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -122,7 +123,7 @@ def _multi_item(backend: TrtllmBackend) -> Check:
 
 def _two_users(backend: TrtllmBackend, *, native: bool) -> Check:
     """The same tokens with two vectors: each reads as it does alone, and the two differently."""
-    if not backend.takes_vectors:
+    if not (backend.beams_take_vectors if native else backend.takes_vectors):
         return Check("", True, "this checkpoint takes no user vectors here")
     vectors = torch.randn(2, backend.facts.hidden_size, generator=torch.Generator().manual_seed(0))
     vectors = vectors.to(backend.facts.device) * 0.1
@@ -219,3 +220,16 @@ def _throughput(backend: TrtllmBackend) -> Check:
     rate = (PROBE_USERS * length + num) / min(seconds)
     users = PROBE_USERS / min(seconds)
     return Check("", True, f"{rate:,.0f} tokens/s, {users:,.1f} users/s of {PROBE_ITEMS} items")
+
+
+def main() -> int:
+    """`python -m engine.trtllm_backend.checkup [MODEL]`: a line per check; 1 when one failed."""
+    checks = checkup(sys.argv[1] if len(sys.argv) > 1 else None)
+    for check in checks:
+        words = f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}"
+        print(words + (f". {check.remedy}" if check.remedy else ""))  # noqa: T201
+    return 0 if all(check.ok for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

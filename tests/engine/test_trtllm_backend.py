@@ -285,11 +285,17 @@ def test_the_users_checkpoint_is_never_written(start, model_folder):
     assert before == {p.name: p.stat().st_mtime_ns for p in Path(model_folder).iterdir()}
 
 
-def test_the_placeholder_must_be_a_token_that_no_text_has(start, tmp_path):
-    model = tiny_model(tmp_path, vocab=35)  # every row is a token of the tokenizer
+def test_the_placeholder_of_native_beams_must_be_a_token_that_no_text_has(start, tmp_path):
+    (tmp_path / "model").mkdir()
+    model = tiny_model(tmp_path / "model", vocab=35)  # every row is a token of the tokenizer
+    projector = write_projector(tmp_path / "projector")
+    backend = start(model=model, projector=projector)
+    assert backend.takes_vectors  # encode is given positions
     with pytest.raises(EngineError, match=r"placeholder_id"):
-        start(model=model)
-    assert start(model=model, placeholder_id=7).takes_vectors
+        backend.start_beams(width=2, steps=3, prompt_tokens=9)
+    start(model=model, projector=projector, placeholder_id=7).start_beams(
+        width=2, steps=3, prompt_tokens=9
+    )
     with pytest.raises(EngineError, match="below 35"):
         start(model=model, placeholder_id=35)
 

@@ -15,7 +15,8 @@ import typer
 from jobs.bench_cli import BENCH_CONTEXT, bench
 from jobs.catalog_cli import catalog
 from jobs.inspect import all_runs, run_status, show_user
-from jobs.launch_local import LocalLauncher
+from jobs.judge_cli import judge
+from jobs.launchers import LauncherOption, open_launcher
 from jobs.options import (
     ConfigArg,
     DebugOption,
@@ -71,6 +72,7 @@ def run(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
+    launcher: LauncherOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; score nothing.")] = False,
     log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
@@ -80,11 +82,12 @@ def run(
 
     def body() -> None:
         settings = load_config(config, overrides=set_, ds=ds)
-        if dry_run:
-            print_plan(plan_run(settings), output)
-            return
-        with open_progress(stderr(), log_format) as progress:
-            manifest = run_job(settings, LocalLauncher(), progress)
+        with open_launcher(launcher, settings) as chosen:
+            if dry_run:
+                print_plan(plan_run(chosen.locate(settings)), output)
+                return
+            with open_progress(stderr(), log_format) as progress:
+                manifest = run_job(settings, chosen, progress)
         print_summary(manifest, output)
 
     guard(body, output, debug, log_format)
@@ -95,13 +98,16 @@ def plan(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
+    launcher: LauncherOption = None,
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
     """Check the configuration and the inputs, and say what a run would do."""
 
     def body() -> None:
-        print_plan(plan_run(load_config(config, overrides=set_, ds=ds)), output)
+        settings = load_config(config, overrides=set_, ds=ds)
+        with open_launcher(launcher, settings) as chosen:
+            print_plan(plan_run(chosen.locate(settings)), output)
 
     guard(body, output, debug)
 
@@ -153,6 +159,7 @@ def schema() -> None:
 
 app.registered_commands += steps.registered_commands
 app.registered_commands += upkeep.registered_commands
+app.registered_commands += judge.registered_commands
 app.command()(rollback)
 app.command(context_settings=BENCH_CONTEXT)(bench)
 

@@ -167,6 +167,26 @@ def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np
 
 
 @retried
+def column_range(path: str, column: str) -> tuple[Any, Any] | None:
+    """Smallest and largest value of a column by the file's statistics; None where they are silent.
+
+    Bounds hold even where a writer cut long texts short.
+    """
+    fs, inside = filesystem(path)
+    with fs.open(inside, "rb") as handle:
+        footer = pq.ParquetFile(handle, pre_buffer=False).metadata
+    at = footer.schema.names.index(column)
+    groups = (footer.row_group(i).column(at) for i in range(footer.num_row_groups))
+    ranges = []
+    for group in groups:
+        found = group.statistics
+        if found is None or not found.has_min_max:
+            return None
+        ranges.append((found.min, found.max))
+    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
+
+
+@retried
 def read_head(path: str, rows: int) -> pa.Table:
     """The first rows of a Parquet file, at most as many."""
     fs, inside = filesystem(path)

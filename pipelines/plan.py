@@ -21,11 +21,12 @@ from pipelines.eligibility import check_types
 from pipelines.items import describe_items, items_contract, list_items
 from pipelines.publish import check_output
 from schemas.eligibility import user_columns
-from schemas.errors import ConfigError, EngineError, RunError, StorageError, TableError
+from schemas.errors import ConfigError, EngineError, RunError, StorageError, TableError, quoted
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import (
     EXCLUSIONS,
+    USER_EXCLUSIONS,
     IdType,
     candidate_shape,
     id_type,
@@ -34,6 +35,7 @@ from schemas.tables import (
 )
 
 _LAUNCH_ONLY = (
+    "launcher",
     "workers",
     "max_attempts",
     "shard_timeout_s",
@@ -55,6 +57,7 @@ def plan_run(config: RunConfig) -> RunPlan:
     if config.ds is None:
         raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
     check_backend(config.engine.backend)
+    _check_no_tables(config)
     inputs, schemas = _list_inputs(config)
     if inputs["users"].rows == 0:
         raise TableError(
@@ -90,7 +93,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         config=config,
         inputs=inputs,
         hashes=hashes,
-        num_shards=max(1, -(-inputs["users"].rows // config.run.shard_users)),
+        num_shards=_shards(config, inputs["users"]),
         user_id_type=user_id,
         item_id_type=item_id,
         vector_dim=_vector_dim(config, schemas["users"], inputs["users"]),
@@ -98,11 +101,20 @@ def plan_run(config: RunConfig) -> RunPlan:
     )
 
 
+def _check_no_tables(config: RunConfig) -> None:
+    for name, table in config.inputs.tables.items():
+        raise ConfigError(
+            f"inputs.{name} is a table of Spark's catalog",
+            expected="--launcher spark, which knows it; or the path of Parquet files",
+            got=quoted(table),
+        )
+
+
 def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa.Schema]]:
     """Every file of every table, each checked against the table's contract on its own."""
     tables: dict[str, InputTable] = {}
     schemas: dict[str, pa.Schema] = {}
-    paths = config.inputs.model_dump()
+    paths = config.inputs.paths
     if not config.task.uses_candidates:
         del paths["candidates"]
     if config.task.embed is not None:
@@ -123,25 +135,69 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
                 eligibility=wanted_of_users,
                 k_column=config.task.k_column,
                 labels_column=config.task.label.labels_column if config.task.label else None,
+                candidates=_candidates_of_users(config),
+                exclusions=config.inputs.self_contained and config.needs_items,
             ),
             "catalog": items_contract(config),
             "exclusions": EXCLUSIONS,
         }
         found: list[InputFile] = []
+        columns: dict[str, str] = {}  # of the first file
         for file in list_items(config) if name == "catalog" else files.list_parquet(path, name):
             if name == "catalog":
                 described, schema = describe_items(config, file)
             else:
                 described, schema = files.describe_file(file, name)
             if name == "candidates":
-                by_segment = candidate_shape(schema, file) == "segment"
+                shape = candidate_shape(schema, file)
+                by_segment = shape == "segment"
+                if config.inputs.self_contained and shape in ("long", "wide"):
+                    raise TableError(
+                        "candidates of each user are not joined with inputs.self_contained",
+                        expected="the users column item_ids, or candidates by segment or for all",
+                        got=f"the columns of {shape} candidates",
+                        where=file,
+                    )
             else:
                 contracts[name].check(schema, file)
+            if not found:
+                columns = {field.name: str(field.type) for field in schema}
+            if name == "users":  # columns that the run does not read have no part in the checks
+                schema = pa.schema([schema.field(n) for n in contracts[name].present(schema)])
             _check_same(schemas.setdefault(name, schema), schema, name, file)
             found.append(described)
-        columns = {field.name: str(field.type) for field in schemas[name]}
         tables[name] = InputTable(name=name, files=tuple(found), columns=columns)
     return tables, schemas
+
+
+def _candidates_of_users(config: RunConfig) -> bool:
+    """Whether each user's candidates stand in the users table."""
+    return (
+        config.inputs.self_contained
+        and config.task.uses_candidates
+        and config.inputs.candidates is None
+    )
+
+
+def _shards(config: RunConfig, users: InputTable) -> int:
+    """Number of shards.
+
+    Raises:
+        TableError: a file of a self-contained table is too large to be a shard.
+    """
+    most = config.run.shard_users
+    if not config.inputs.self_contained:
+        return max(1, -(-users.rows // most))
+    large = max(users.files, key=lambda file: file.rows)
+    if large.rows > most:
+        raise TableError(
+            "users: a file is too large to be a shard",
+            expected=f"at most run.shard_users = {most} rows per file, with inputs.self_contained",
+            got=f"{large.rows} rows",
+            where=large.path,
+            do="Write smaller files, raise run.shard_users, or leave inputs.self_contained out.",
+        )
+    return len(users.files)
 
 
 def _check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable]) -> None:
@@ -162,7 +218,7 @@ def _check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, Input
 
 def _check_same(first: pa.Schema, schema: pa.Schema, table: str, file: str) -> None:
     """Files of one table must agree on the kind of their ids, and candidates on their shape."""
-    for column in ("user_id", "item_id", "item_ids", "history"):
+    for column in ("user_id", "item_id", "item_ids", "history", USER_EXCLUSIONS):
         if (column in first.names) != (column in schema.names):
             if table == "candidates":
                 raise TableError("candidates: files have different shapes", where=file)
@@ -182,8 +238,9 @@ def _check_id_types(
     schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable], user_id: str, item_id: str
 ) -> None:
     """The same id must have the same type in every table, or nothing would ever join."""
-    expected = {"user_id": user_id, "item_id": item_id, "item_ids": item_id, "history": item_id}
-    owner = {"user_id": "users", "item_id": "catalog", "item_ids": "catalog", "history": "catalog"}
+    items = ("item_id", "item_ids", "history", USER_EXCLUSIONS)
+    expected = {"user_id": user_id, **dict.fromkeys(items, item_id)}
+    owner = {"user_id": "users", **dict.fromkeys(items, "catalog")}
     for table, schema in schemas.items():
         for column, want in expected.items():
             if column not in schema.names:
@@ -255,7 +312,7 @@ def _hash_config(config: RunConfig) -> str:
     users are batched, which changes no item and no score beyond the stated tolerance.
     """
     kept = config.model_dump(mode="json")
-    del kept["audit"]
+    del kept["audit"], kept["spark"]
     for section, names in (("run", _LAUNCH_ONLY), ("engine", _BATCH_ONLY)):
         for name in names:
             del kept[section][name]

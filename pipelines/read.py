@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines import files
 from pipelines.candidates import positions, read_candidates, unused_of_shared
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
+from pipelines.shard_table import read_shard_table
 from pipelines.validate import QuarantinedRow, UnknownItems, UserCheck, ragged
 from schemas.eligibility import Expression, user_columns
 from schemas.requests import CandidateSets, Eligibility, Ints, Labels, Ragged, UserBatch
@@ -52,7 +52,7 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog | None) -> ShardInp
     Raises:
         StorageError: the shard file is missing or damaged.
     """
-    table = files.read_parquet(shard.path)
+    table = read_shard_table(plan, shard)
     is_user = table.column(FILE).is_valid().to_numpy()
     strays = table.filter(pa.array(~is_user))
     table = table.filter(pa.array(is_user))

@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from schemas.errors import ConfigError, did_you_mean, quoted
-from schemas.settings import InputSettings, RunConfig
+from schemas.settings import RunConfig
 
 S = TypeVar("S", bound=BaseModel)
-_URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^/")
+_URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^/|^table:")
 
 
 def load_config(
@@ -144,7 +144,7 @@ def _resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     return config.model_copy(
         update={
             "engine": rebased(config.engine, "model", "projector"),
-            "inputs": rebased(config.inputs, *InputSettings.model_fields),
+            "inputs": rebased(config.inputs, *config.inputs.paths),
             "output": rebased(config.output, *_output_paths(config)),
             "run": rebased(config.run, "work_dir", "metrics_dir"),
         }

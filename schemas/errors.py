@@ -13,6 +13,7 @@ NightshelfError                 1   something we did not foresee, still said in 
 │       └── ConflictError       4   somebody else changed the same partition meanwhile
 ├── EngineError                 5   the engine cannot start
 └── AuditRefusedError           6   a gate refused; what was published before stays
+    └── ComparisonRefusedError  6   two runs differ by more than was allowed
 """
 
 from __future__ import annotations
@@ -147,3 +148,9 @@ class AuditRefusedError(NightshelfError):
     """An audit gate refused to publish the run."""
 
     exit_code, kind = 6, "audit"
+
+
+class ComparisonRefusedError(AuditRefusedError):
+    """Two runs differ by more than the limits of `nightshelf compare` allow."""
+
+    kind = "comparison"

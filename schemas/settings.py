@@ -14,10 +14,12 @@ from urllib.parse import quote
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictInt,
     StrictStr,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -45,6 +47,7 @@ LimitedGate = Literal[
 Positive = Annotated[int, Field(ge=1, strict=True)]  # true is no number
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
+TABLES = ("users", "catalog", "candidates", "exclusions")
 _LONGEST_NAME = 150  # of a surface; file names take 255 bytes and hold more than it
 _DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
 _SECRET_KEY = re.compile(
@@ -63,7 +66,6 @@ class _Section(BaseModel):
 class TrtllmSettings(_Section):
     """How TensorRT-LLM's engines are built; only `engine.backend: trtllm` reads it."""
 
-    tensor_parallel: Positive = Field(1, description="GPUs of one worker")
     max_num_tokens: Positive | Literal["auto"] = Field(
         "auto", description="Tokens of one encode call; auto: what the GPU holds"
     )
@@ -102,6 +104,7 @@ class EngineSettings(_Section):
         "holds, 8192 on a CPU",
     )
     max_batch_users: Positive = Field(256, description="Users in one packed pass")
+    tensor_parallel: Positive = Field(1, description="GPUs of one worker and its engine; trtllm")
     seed: int = Field(0, description="Seed of the fake backend")
     trtllm: TrtllmSettings = TrtllmSettings()  # type: ignore[call-arg]
 
@@ -160,18 +163,62 @@ class PromptSettings(_Section):
         return parse_template(self.template)
 
 
-class InputSettings(_Section):
-    """Where the tables are: a Parquet file, a folder of them, or a glob."""
+TABLE = "table:"  # how an input says that it is a table of Spark's catalog, and no path
 
-    users: str = Field(description="user_id and what the template names")
-    catalog: str | None = Field(
+
+def _table_name(value: Any) -> Any:
+    """`{table: db.users}` as text, `table:db.users`."""
+    if not isinstance(value, dict):
+        return value
+    name = value.get("table")
+    if set(value) != {"table"} or not isinstance(name, str) or not name.strip():
+        raise ValueError("must be a path, or {table: NAME} for a table of Spark's catalog")
+    return TABLE + name.strip()
+
+
+_TABLE_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"table": {"type": "string"}},
+            "required": ["table"],
+            "additionalProperties": False,
+        },
+    ]
+}
+Input = Annotated[str, BeforeValidator(_table_name), WithJsonSchema(_TABLE_SCHEMA)]
+
+
+class InputSettings(_Section):
+    """Where the tables are: a Parquet file, a folder of them, or a glob; with Spark also
+    `{table: db.users}`, a table of its catalog."""
+
+    users: Input = Field(description="user_id and what the template names")
+    catalog: Input | None = Field(
         None,
         description="item_id, sid; optional popularity, title, text; only embed can do without",
     )
-    candidates: str | None = Field(
+    candidates: Input | None = Field(
         None, description="Items to score, for task.score and task.label"
     )
-    exclusions: str | None = Field(None, description="user_id, item_id: never recommended")
+    exclusions: Input | None = Field(None, description="user_id, item_id: never recommended")
+    self_contained: bool = Field(
+        False,
+        description="The users table's files are the shards, with item_ids (candidates) and "
+        "excluded_item_ids in columns; nothing is joined",
+    )
+
+    @property
+    def paths(self) -> dict[str, str | None]:
+        """Where each table is."""
+        return {name: getattr(self, name) for name in TABLES}
+
+    @property
+    def tables(self) -> dict[str, str]:
+        """Inputs that are tables of Spark's catalog, by their names there."""
+        named = {name: at for name, at in self.paths.items() if at and at.startswith(TABLE)}
+        return {name: value.removeprefix(TABLE) for name, value in named.items()}
 
 
 class ScoreSettings(_Section):
@@ -376,10 +423,15 @@ class OutputSettings(_Section):
 class RunSettings(_Section):
     """How a run is cut up and launched."""
 
-    work_dir: str = Field("runs", description="Folder of run folders")
+    work_dir: str = Field("runs", description="Folder of run folders; all workers must see it")
+    launcher: Literal["local", "spark"] = Field(
+        "local", description="Who runs the shards: processes of this machine, or Spark executors"
+    )
     shard_users: Positive = Field(5000, description="Users per shard, about")
     workers: Annotated[int, Field(ge=0, strict=True)] | Literal["auto"] = Field(
-        "auto", description="Worker processes; auto: one per GPU, else one; 0: in this process"
+        "auto",
+        description="Worker processes of the local launcher; auto: one per GPU, else one; 0: in "
+        "this process",
     )
     max_attempts: Positive = Field(3, description="Tries of a shard whose worker dies")
     shard_timeout_s: Annotated[float, Field(gt=0)] = Field(
@@ -394,6 +446,37 @@ class RunSettings(_Section):
     price_per_hour: Annotated[float, Field(ge=0)] | None = Field(
         None, description="Price of one device for an hour; for the cost in the summary"
     )
+
+
+class SparkSettings(_Section):
+    """How a run uses Spark, beside Spark's own configuration. See docs/spark.md."""
+
+    prepare: Literal["driver", "executors"] = Field(
+        "driver", description="Who writes the shards: the driver alone, or a Spark job"
+    )
+    resource: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")] = Field(
+        "gpu", description="Name of the resource that holds GPU addresses"
+    )
+    profile: Literal["none", "task", "executor"] = Field(
+        "none",
+        description="ResourceProfile of the scoring stage. task: its tasks ask for the GPUs; "
+        "executor: executors of their own, with dynamic allocation",
+    )
+    discovery_script: str | None = Field(
+        None, description="GPU discovery script of executors that profile: executor asks for"
+    )
+    register_table: str | None = Field(
+        None, description="Table of Spark's catalog that a publish adds its partition to"
+    )
+
+    @model_validator(mode="after")
+    def _script(self) -> SparkSettings:
+        if self.discovery_script is not None and self.profile != "executor":
+            raise ValueError(
+                "spark.discovery_script is for spark.profile: executor; elsewhere it is set by "
+                "spark.executor.resource.gpu.discoveryScript"
+            )
+        return self
 
 
 class AuditSettings(_Section):
@@ -455,6 +538,7 @@ class RunConfig(_Section):
     task: TaskSettings
     output: OutputSettings
     run: RunSettings = RunSettings()  # type: ignore[call-arg]
+    spark: SparkSettings = SparkSettings()  # type: ignore[call-arg]
     audit: AuditSettings = AuditSettings()  # type: ignore[call-arg]
 
     @property
@@ -477,6 +561,12 @@ class RunConfig(_Section):
                 expected="one folder for all dates: runs have folders of their own in it",
                 got=self.run.work_dir,
             )
+        if self.spark.register_table is not None and self.output.format != "parquet":
+            raise ConfigError(
+                "spark.register_table is for Parquet; other formats have catalogs of their own",
+                expected="output.format: parquet",
+                got=self.output.format,
+            )
         _ = self.task.eligible
         self._check_items()
         self._check_task()
@@ -486,6 +576,12 @@ class RunConfig(_Section):
             raise ConfigError(
                 f"engine.model is missing for backend {self.engine.backend!r}",
                 expected="a checkpoint folder",
+            )
+        if self.engine.tensor_parallel > 1 and self.engine.backend == "torch":
+            raise ConfigError(
+                "engine.tensor_parallel is for TensorRT-LLM",
+                expected="1 with engine.backend: torch, which has a worker per GPU",
+                got=str(self.engine.tensor_parallel),
             )
         needs_projector = template.uses("user_vector") and runs_a_model
         if needs_projector and self.engine.projector is None:
@@ -512,7 +608,13 @@ class RunConfig(_Section):
     def _check_task(self) -> None:
         """Settings that exclude each other."""
         task = self.task
-        if task.uses_candidates and self.inputs.candidates is None:
+        if self.inputs.self_contained and self.inputs.exclusions is not None:
+            raise ConfigError(
+                "inputs.exclusions is not read with inputs.self_contained",
+                expected="each user's exclusions in the users column excluded_item_ids",
+            )
+        own = self.inputs.self_contained  # the users table may hold the candidates
+        if task.uses_candidates and self.inputs.candidates is None and not own:
             name = "score" if task.score is not None else "label"
             raise ConfigError(f"task.{name} needs inputs.candidates", got="none")
         if task.embed is not None and self.output.layout != "long":

@@ -5,7 +5,7 @@ Ids are strings or int64 and keep their type from input to output. Unknown colum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -148,11 +148,13 @@ def users_contract(
     eligibility: tuple[str, ...] = (),
     k_column: str | None = None,
     labels_column: str | None = None,
+    candidates: bool = False,
+    exclusions: bool = False,
 ) -> TableContract:
     """The users table, as far as a run reads it.
 
     That is: the template, candidate sets by segment, the users columns of the eligibility, k, and
-    labels.
+    labels; where it is self-contained, each user's candidates and exclusions as well.
     """
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
@@ -174,6 +176,10 @@ def users_contract(
         columns.append(Column(k_column, INTEGER))
     if labels_column is not None:
         columns.append(Column(labels_column, LABELS))
+    if candidates:
+        columns.append(Column(USER_CANDIDATES, ID_LIST))
+    if exclusions:
+        columns.append(Column(USER_EXCLUSIONS, ID_LIST, required=False))
     return TableContract("users", tuple(columns))
 
 
@@ -203,6 +209,7 @@ CATALOG = TableContract(
     ),
 )
 EXCLUSIONS = TableContract("exclusions", (Column("user_id", ID), Column("item_id", ID)))
+USER_CANDIDATES, USER_EXCLUSIONS = "item_ids", "excluded_item_ids"  # of users, self-contained
 
 CandidateShape = Literal["long", "wide", "segment", "shared"]
 CANDIDATES: dict[CandidateShape, TableContract] = {
@@ -215,13 +222,36 @@ CANDIDATES: dict[CandidateShape, TableContract] = {
 }
 
 
+TruthShape = Literal["long", "wide"]
+TRUTH: dict[TruthShape, TableContract] = {
+    "wide": TableContract("truth", (Column("user_id", ID), Column("item_ids", ID_LIST))),
+    "long": TableContract(
+        "truth",
+        (
+            Column("user_id", ID),
+            Column("item_id", ID),
+            Column("weight", NUMBER, required=False),
+            Column("relevance", NUMBER, required=False),  # another name of the weight
+        ),
+    ),
+}
+
+
+def shape_of(names: Iterable[str]) -> CandidateShape | None:
+    """The shape of a candidates table by the names of its columns; None where they fit none."""
+    have = set(names)
+    for shape, contract in CANDIDATES.items():
+        if {column.name for column in contract.columns} <= have:
+            return shape
+    return None
+
+
 def candidate_shape(schema: pa.Schema, file: str) -> CandidateShape:
     """Which of the four shapes a candidates file has, by its column names."""
-    names = set(schema.names)
-    for shape, contract in CANDIDATES.items():
-        if {column.name for column in contract.columns} <= names:
-            contract.check(schema, file)
-            return shape
+    shape = shape_of(schema.names)
+    if shape is not None:
+        CANDIDATES[shape].check(schema, file)
+        return shape
     raise TableError(
         "candidates: the columns are none of the known shapes",
         expected="(user_id, item_id), (user_id, item_ids), (segment, item_ids) or (item_id)",

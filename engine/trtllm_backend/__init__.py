@@ -109,8 +109,8 @@ class TrtllmBackend:
             why = "engine.trtllm.plugin is off"
         elif not self._checkpoint.has_plugin:
             why = f"the plug-in is for Qwen3ForCausalLM, not {self._checkpoint.architecture}"
-        elif trtllm.tensor_parallel > 1:
-            why = "engine.trtllm.tensor_parallel is above 1, and the head is split over its GPUs"
+        elif self._settings.tensor_parallel > 1:
+            why = "engine.tensor_parallel is above 1, and the head is split over its GPUs"
         if why is not None and self._settings.projector is not None:
             raise EngineError(
                 "user vectors need our plug-in inside TensorRT-LLM",
@@ -320,5 +320,5 @@ def create_backend(settings: EngineSettings) -> TrtllmBackend:
     Raises:
         EngineError: it is not installed, the model cannot be used, or the engine does not start.
     """
-    library = load_library(tensor_parallel=settings.trtllm.tensor_parallel)
+    library = load_library(tensor_parallel=settings.tensor_parallel)
     return TrtllmBackend(library, settings)

@@ -58,7 +58,7 @@ class BeamEngine:
             self._llm = library.llm(
                 model=folder,
                 skip_tokenizer_init=True,
-                tensor_parallel_size=settings.trtllm.tensor_parallel,
+                tensor_parallel_size=settings.tensor_parallel,
                 dtype=settings.dtype,
                 max_beam_width=plan.width,
                 max_batch_size=plan.max_batch_size,

@@ -47,7 +47,7 @@ class EncodeEngine:
             self._llm = library.llm(
                 model=folder,
                 skip_tokenizer_init=True,
-                tensor_parallel_size=settings.trtllm.tensor_parallel,
+                tensor_parallel_size=settings.tensor_parallel,
                 dtype=settings.dtype,
                 encode_only=True,
                 attn_backend="FLASHINFER",  # the only one with multi-item scoring

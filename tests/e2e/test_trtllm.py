@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import polars as pl
 import pytest
+import yaml
 
+from jobs.launch_local import _groups
+from schemas.config_file import load_config
+from schemas.errors import EngineError
 from tests import trtllm
 from tests.cases.helpers import published, staged, write_projector
 from tests.factories import write_config, write_inputs
@@ -172,3 +177,23 @@ def test_an_engine_that_cannot_start_says_why(inputs, model_folder, nightshelf, 
     assert "placeholder_id" in nightshelf("run", wrong, check=5).err
     wrong = configure(inputs, model_folder, trtllm={"max_beams": 4})
     assert "max_beams" in nightshelf("run", wrong, check=2).err
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_the_documented_configurations_are_valid(tmp_path, block):
+    page = (ROOT / "docs/trtllm.md").read_text()
+    first, *others = (yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", page, flags=re.S))
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(first | ([{}, *others][block])))
+    config = load_config(path)
+    assert config.engine.backend == "trtllm"
+    assert config.engine.dtype == "bfloat16"
+    assert (config.task.generate.mode == "native") is bool(block)
+
+
+def test_several_gpus_are_one_workers_when_the_engine_is_to_span_them():
+    assert _groups(["0", "1", "2", "3", "4"], 2) == ["0,1", "2,3"]
+    assert _groups(["GPU-a", "GPU-b"], 1) == ["GPU-a", "GPU-b"]
+    assert _groups([], 2) == []
+    with pytest.raises(EngineError, match="needs more GPUs"):
+        _groups(["0"], 2)

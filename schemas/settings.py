@@ -106,7 +106,10 @@ class EngineSettings(_Section):
     max_batch_users: Positive = Field(256, description="Users in one packed pass")
     tensor_parallel: Positive = Field(1, description="GPUs of one worker and its engine; trtllm")
     seed: int = Field(0, description="Seed of the fake backend")
-    trtllm: TrtllmSettings = TrtllmSettings()  # type: ignore[call-arg]
+    trtllm: TrtllmSettings = Field(
+        TrtllmSettings(),  # type: ignore[call-arg]
+        description="How TensorRT-LLM's engines are built",
+    )
 
 
 class SidSettings(_Section):

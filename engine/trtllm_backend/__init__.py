@@ -30,7 +30,8 @@ from engine.trtllm_backend.checkpoint import (
     read_checkpoint,
 )
 from engine.trtllm_backend.context import TrtllmContext
-from engine.trtllm_backend.encode_engine import EncodeEngine
+from engine.trtllm_backend.encode_engine import EncodeEngine, as_prompt
+from engine.trtllm_backend.errors import running
 from engine.trtllm_backend.heads import head_of, log_probs_of_logits
 from engine.trtllm_backend.library import Library, load_library
 from engine.trtllm_backend.memory import plan_beams, plan_encode
@@ -55,6 +56,7 @@ class TrtllmBackend:
         self._prepared: PreparedFolder | None = None
         self._placeholder: int | None = None
         self._encoder: EncodeEngine | None = None
+        self._head: Head | None = None  # over the engine's own weights; None: it gives logits
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._start()
@@ -72,7 +74,8 @@ class TrtllmBackend:
         self._encoder = EncodeEngine(
             self._library, settings, checkpoint, plan, folder, plugin=self._plugin
         )
-        self._head: Head | None = self._find_head() if self._plugin else None
+        if self._plugin:
+            self._head = self._find_head()
         test = run_self_test(
             self._encoder,
             checkpoint.vocab_size,
@@ -226,7 +229,7 @@ class TrtllmBackend:
         for engine in (self._beams, self._encoder):
             if engine is not None:
                 engine.close()
-        self._beams = self._encoder = None
+        self._beams = self._encoder = self._head = None
         if self._prepared is not None:
             self._prepared.close()
 
@@ -264,6 +267,13 @@ class TrtllmBackend:
             )
             out[here] = log_probs_of_logits(logits, some, norm).to(device)
         return out
+
+    @torch.inference_mode()
+    def probe(self, tokens: Ints) -> Tensor:
+        """log p of every token behind each of `tokens`, one plain prompt `[tokens, vocab]`."""
+        with running("encode a probe"):
+            rows = self._engine.encode([as_prompt(tokens, None)])[0]
+        return self._all_log_probs(rows)
 
     def _all_log_probs(self, rows: Tensor) -> Tensor:
         """log p of every token from rows of the encode engine's output, for the self-test."""

@@ -11,14 +11,21 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine.backend import NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
 from engine.trtllm_backend import TrtllmBackend
 from engine.trtllm_backend.library import INSTALL, Library, load_library
-from engine.trtllm_backend.self_test import one_prompt, probe_tokens
+from engine.trtllm_backend.self_test import (
+    TOLERANCE,
+    largest_difference,
+    one_prompt,
+    probe_tokens,
+)
 from schemas.checks import Check
 from schemas.errors import NightshelfError
 from schemas.settings import EngineSettings
@@ -44,6 +51,7 @@ def checkup(model: str | None, *, dtype: str = "bfloat16") -> list[Check]:
     if backend is None:
         return checks
     try:
+        _try(checks, "scores of transformers", lambda: _reference(backend, model))
         _try(checks, "multi-item scoring", lambda: _multi_item(backend))
         _try(checks, "two users, one prompt", lambda: _two_users(backend, native=False))
         _try(checks, "throughput", lambda: _throughput(backend))
@@ -112,6 +120,28 @@ def _try(checks: list[Check], name: str, look: Callable[[], Check]) -> None:
     except Exception as err:  # a check that breaks is a check that failed
         detail = f"{type(err).__name__}: {err}"
         checks.append(Check(name, False, detail, "See docs/trtllm.md, known versions."))
+
+
+def _reference(backend: TrtllmBackend, model: str) -> Check:
+    """A probe read by the engine and by transformers, on the CPU."""
+    if backend.facts.dtype not in ("float32", "bfloat16"):
+        return Check("", True, f"not compared: the checkpoint is {backend.facts.dtype}")
+    prefix, items = probe_tokens(backend.facts.vocab_size)
+    tokens = np.concatenate([prefix, *items])
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model,
+        dtype=torch.bfloat16 if backend.facts.dtype == "bfloat16" else torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    with torch.inference_mode():
+        logits = loaded.eval()(input_ids=torch.from_numpy(tokens)[None]).logits[0]
+    want = torch.log_softmax(logits.float(), dim=-1)
+    difference = largest_difference(backend.probe(tokens).cpu(), want)
+    detail = f"differ by {difference:.3g} nats at most"
+    limit = 2 * TOLERANCE[backend.facts.dtype]
+    return Check("", difference <= limit, detail, f"More than {limit:g} is another model.")
 
 
 def _multi_item(backend: TrtllmBackend) -> Check:

@@ -18,6 +18,7 @@ NAMES = [
     "packages",
     "GPU",
     "encode engine",
+    "scores of transformers",
     "multi-item scoring",
     "two users, one prompt",
     "throughput",
@@ -48,7 +49,7 @@ def test_without_a_model_only_the_machine_is_looked_at(double):
 
 def test_what_is_wrong_with_multi_item_scoring_is_said(double, model_folder):
     double.FAULTS.add("multi_item_refused")
-    check = next(c for c in checkup(model_folder, dtype="float32") if c.name == NAMES[4])
+    check = next(c for c in checkup(model_folder, dtype="float32") if c.name == NAMES[5])
     assert not check.ok
     assert "refused" in check.detail
 

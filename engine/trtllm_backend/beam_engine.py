@@ -58,6 +58,7 @@ class BeamEngine:
             self._llm = library.llm(
                 model=folder,
                 skip_tokenizer_init=True,
+                checkpoint_format="HF",  # without it no input processor of a model is looked for
                 tensor_parallel_size=settings.tensor_parallel,
                 dtype=settings.dtype,
                 max_beam_width=plan.width,

@@ -47,6 +47,7 @@ class EncodeEngine:
             self._llm = library.llm(
                 model=folder,
                 skip_tokenizer_init=True,
+                checkpoint_format="HF",  # without it no input processor of a model is looked for
                 tensor_parallel_size=settings.tensor_parallel,
                 dtype=settings.dtype,
                 encode_only=True,

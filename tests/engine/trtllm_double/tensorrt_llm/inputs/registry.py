@@ -86,6 +86,8 @@ def register_input_processor(processor_cls, model_type, placeholder_metadata=Non
 
 def create_input_processor(model_path_or_dir, tokenizer, checkpoint_format="HF", **kwargs):
     """The registered processor of the checkpoint's class, else the default one."""
+    if checkpoint_format != "HF":
+        return DefaultInputProcessor(tokenizer)
     config = transformers.AutoConfig.from_pretrained(model_path_or_dir, local_files_only=True)
     found = _PROCESSORS.get(get_model_architecture(config)[0])
     if found is None:

@@ -60,7 +60,9 @@ class LLM:
         if self.args.max_beam_width > 1 and store > _MOST_BEAM_STORE:
             raise torch.OutOfMemoryError(f"the beam store takes {store / 2**30:.0f} GiB")
         self._tokenizer = None if self.args.skip_tokenizer_init else tokenizer or object()
-        self._processor = create_input_processor(str(model), self._tokenizer)
+        self._processor = create_input_processor(
+            str(model), self._tokenizer, self.args.checkpoint_format
+        )
         made_of = SimpleNamespace(
             folder=str(model), dtype=_DTYPES[self.args.dtype], pretrained_config=config
         )

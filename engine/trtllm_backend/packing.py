@@ -58,47 +58,90 @@ class Call:
         return np.concatenate([request.rows for request in self.requests])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chains:
-    """Chains that together hold all nodes that are read, by prompt."""
-
-    prompt: Ints  # [c]
-    nodes: Ints  # [c, D] root first, -1 behind the end
-    length: Ints  # [c]
-
-
 def plan_calls(
     context: TrtllmContext, rows: Ints, budget: CallBudget, *, multi_item: bool
 ) -> list[Call]:
     """Calls that read every one of `rows` `[r]` (distinct) exactly once."""
-    num = context.num_prompts
-    chains = _chains(context, rows[rows >= num] - num)
-    chain_of, place = _found_in(chains, len(context.token))
-    ends = np.zeros(num, dtype=bool)
-    ends[rows[rows < num]] = True
-    wanted = np.zeros(len(context.token), dtype=bool)
-    wanted[rows[rows >= num] - num] = True
-
-    groups: list[tuple[int, Ints]] = []  # prompt, chains of one request
-    for prompt, mine in _by_prompt(chains.prompt):
-        if multi_item:
-            room = min(budget.max_sequence, budget.max_tokens) - len(context.prompts.row(prompt))
-            groups += [(prompt, part) for part in _fill(mine, chains.length, room - 1)]
-        else:
-            groups += [(prompt, mine[i : i + 1]) for i in range(len(mine))]
+    chains = _Chains(context, rows)
+    length = context.prompts.lengths
     requests = []
-    for prompt, mine in groups:
-        build = _multi_item if multi_item else _single
-        request = build(context, chains, prompt, mine, wanted, chain_of, place, ends[prompt])
-        ends[prompt] = False  # its first request reads the prompt's end too
-        requests.append(request)
-    plain = [_plain(context, int(prompt)) for prompt in np.flatnonzero(ends)]
-    calls = [*_calls(plain, budget)]
-    return calls + [*_calls(requests, budget)]
+    for prompt, mine in _by_prompt(chains.prompt):
+        room = min(budget.max_sequence, budget.max_tokens) - int(length[prompt]) - 1
+        for part in _fill(mine, chains.length, room if multi_item else 0):
+            build = chains.multi_item if multi_item else chains.single
+            requests.append(build(prompt, part))
+    plain = [chains.plain(int(prompt)) for prompt in np.flatnonzero(chains.ends)]
+    return [*_calls(plain, budget), *_calls(requests, budget)]
 
 
-def _chains(context: TrtllmContext, nodes: Ints) -> _Chains:
-    """The paths to those of the nodes that lie on no other's path, by prompt."""
+class _Chains:
+    """The paths to those of the nodes that lie on no other's path: together they hold all nodes
+    that are read. A row that several of them hold is read from the first.
+
+    prompt `[c]` ascending, nodes `[c, D]` root first and -1 behind the end, length `[c]`; ends
+    `[B]` prompts whose end is still to be read: the first request of a prompt takes it along.
+    """
+
+    def __init__(self, context: TrtllmContext, rows: Ints) -> None:
+        self._context = context
+        num = context.num_prompts
+        wanted = rows[rows >= num] - num
+        self.ends = np.zeros(num, dtype=bool)
+        self.ends[rows[rows < num]] = True
+        paths, depth = _paths(context, wanted)
+        last = _on_no_others_path(paths, depth, wanted, len(context.token))
+        order = last[np.argsort(context.prompt[wanted[last]], kind="stable")]
+        self.prompt = context.prompt[wanted[order]]
+        self.nodes, self.length = paths[order], depth[order]
+        self._read_from = np.full(len(context.token), -1, dtype=np.int64)  # node -> its chain
+        chain, place = np.nonzero(self.nodes[::-1] >= 0)  # the first chain is written last
+        self._read_from[self.nodes[::-1][chain, place]] = len(order) - 1 - chain
+        asked = np.zeros(len(context.token), dtype=bool)
+        asked[wanted] = True
+        self._read_from[~asked] = -1
+
+    def multi_item(self, prompt: int, mine: Ints) -> Request:
+        """The prompt with the chains `mine` as its items."""
+        prefix, length = self._context.prompts.row(prompt), self.length[mine]
+        items = np.full((len(mine), int(length.max()) + 1), -1, dtype=np.int64)
+        nodes = self.nodes[mine, : items.shape[1] - 1]
+        items[:, :-1] = np.where(nodes >= 0, self._context.token[nodes], -1)
+        items[np.arange(len(mine)), length] = DELIMITER
+        tokens = np.concatenate([prefix, [DELIMITER], items[items >= 0]])
+        begin = len(prefix) + 1 + np.concatenate([[0], np.cumsum(length + 1)[:-1]])
+        rows, positions = self._reads(prompt, mine, begin)
+        return Request(prompt, tokens, [len(prefix), *length.tolist()], rows, positions)
+
+    def single(self, prompt: int, mine: Ints) -> Request:
+        """The prompt with one chain behind it, as any causal model reads it."""
+        prefix = self._context.prompts.row(prompt)
+        chain = self.nodes[mine[0], : int(self.length[mine[0]])]
+        tokens = np.concatenate([prefix, self._context.token[chain]])
+        rows, positions = self._reads(prompt, mine, np.asarray([len(prefix)]))
+        return Request(prompt, tokens, None, rows, positions)
+
+    def plain(self, prompt: int) -> Request:
+        """A prompt alone, read at its end."""
+        none = np.empty(0, dtype=np.int64)
+        rows, positions = self._reads(prompt, none, none)
+        return Request(prompt, self._context.prompts.row(prompt), None, rows, positions)
+
+    def _reads(self, prompt: int, mine: Ints, begin: Ints) -> tuple[Ints, Ints]:
+        """Rows read in a request whose chain `mine[i]` begins at `begin[i]`, and their positions:
+        each node's own token, and the prompt's last token for its end."""
+        nodes = self.nodes[mine]
+        here = (nodes >= 0) & (self._read_from[np.maximum(nodes, 0)] == mine[:, None])
+        chain, place = np.nonzero(here)
+        rows, positions = self._context.num_prompts + nodes[here], begin[chain] + place
+        if self.ends[prompt]:
+            self.ends[prompt] = False
+            end = len(self._context.prompts.row(prompt)) - 1
+            rows, positions = np.append(rows, prompt), np.append(positions, end)
+        return rows, positions
+
+
+def _paths(context: TrtllmContext, nodes: Ints) -> tuple[Ints, Ints]:
+    """The nodes on the way to each of `nodes` `[n, D]`, root first, and their depths `[n]`."""
     depth = context.depth[nodes]
     paths = np.full((len(nodes), int(depth.max(initial=0))), -1, dtype=np.int64)
     here = nodes
@@ -106,25 +149,16 @@ def _chains(context: TrtllmContext, nodes: Ints) -> _Chains:
         live = depth - 1 - step >= 0
         paths[live, (depth - 1 - step)[live]] = here[live]
         here = np.where(live, context.parent[np.maximum(here, 0)], -1)
-    on_the_way = np.zeros(len(context.token), dtype=bool)
+    return paths, depth
+
+
+def _on_no_others_path(paths: Ints, depth: Ints, nodes: Ints, num_nodes: int) -> Ints:
+    """Which of the paths end at a node that no other goes through."""
     inner = paths.copy()
     inner[np.arange(len(nodes)), depth - 1] = -1
-    on_the_way[inner[inner >= 0]] = True
-    ends = np.flatnonzero(~on_the_way[nodes])
-    order = ends[np.argsort(context.prompt[nodes[ends]], kind="stable")]
-    return _Chains(context.prompt[nodes[order]], paths[order], depth[order])
-
-
-def _found_in(chains: _Chains, num_nodes: int) -> tuple[Ints, Ints]:
-    """For each node the first chain that holds it, and its place there; -1: none does."""
-    chain_of = np.full(num_nodes, -1, dtype=np.int64)
-    place = np.full(num_nodes, -1, dtype=np.int64)
-    backwards = chains.nodes[::-1]
-    chain, at = np.nonzero(backwards >= 0)
-    node = backwards[chain, at]
-    chain_of[node] = len(backwards) - 1 - chain  # the first chain is written last
-    place[node] = at
-    return chain_of, place
+    passed = np.zeros(num_nodes, dtype=bool)
+    passed[inner[inner >= 0]] = True
+    return np.flatnonzero(~passed[nodes]).astype(np.int64)
 
 
 def _by_prompt(prompt: Ints) -> Iterator[tuple[int, Ints]]:
@@ -136,7 +170,7 @@ def _by_prompt(prompt: Ints) -> Iterator[tuple[int, Ints]]:
 
 
 def _fill(chains: Ints, length: Ints, room: int) -> Iterator[Ints]:
-    """Parts of the chains that take at most `room` tokens, delimiters included."""
+    """Parts of the chains that take at most `room` tokens, delimiters included; at least one."""
     ends = np.cumsum(length[chains] + 1)
     begin = 0
     while begin < len(chains):
@@ -145,75 +179,6 @@ def _fill(chains: Ints, length: Ints, room: int) -> Iterator[Ints]:
         end = max(end, begin + 1)
         yield chains[begin:end]
         begin = end
-
-
-def _multi_item(
-    context: TrtllmContext,
-    chains: _Chains,
-    prompt: int,
-    mine: Ints,
-    wanted: np.ndarray,
-    chain_of: Ints,
-    place: Ints,
-    read_end: bool,
-) -> Request:
-    """The prompt with all chains of `mine` as its items."""
-    prefix = context.prompts.row(prompt)
-    length = chains.length[mine]
-    items = np.full((len(mine), int(length.max()) + 1), -1, dtype=np.int64)
-    nodes = chains.nodes[mine, : items.shape[1] - 1]
-    items[:, :-1] = np.where(nodes >= 0, context.token[nodes], -1)
-    items[np.arange(len(mine)), length] = DELIMITER
-    tokens = np.concatenate([prefix, [DELIMITER], items[items >= 0]])
-    begin = len(prefix) + 1 + np.concatenate([[0], np.cumsum(length + 1)[:-1]])
-    rows, positions = _reads(context, nodes, mine, begin, wanted, chain_of, place)
-    if read_end:
-        rows, positions = np.append(rows, prompt), np.append(positions, len(prefix) - 1)
-    return Request(prompt, tokens, [len(prefix), *length.tolist()], rows, positions)
-
-
-def _single(
-    context: TrtllmContext,
-    chains: _Chains,
-    prompt: int,
-    mine: Ints,
-    wanted: np.ndarray,
-    chain_of: Ints,
-    place: Ints,
-    read_end: bool,
-) -> Request:
-    """The prompt with one chain behind it, as any causal model reads it."""
-    prefix = context.prompts.row(prompt)
-    nodes = chains.nodes[mine, : int(chains.length[mine[0]])]
-    tokens = np.concatenate([prefix, context.token[nodes[0]]])
-    begin = np.asarray([len(prefix)])
-    rows, positions = _reads(context, nodes, mine, begin, wanted, chain_of, place)
-    if read_end:
-        rows, positions = np.append(rows, prompt), np.append(positions, len(prefix) - 1)
-    return Request(prompt, tokens, None, rows, positions)
-
-
-def _reads(
-    context: TrtllmContext,
-    nodes: Ints,
-    mine: Ints,
-    begin: Ints,
-    wanted: np.ndarray,
-    chain_of: Ints,
-    place: Ints,
-) -> tuple[Ints, Ints]:
-    """Rows that are read from these chains, and their positions; chain i begins at `begin[i]`."""
-    at = np.maximum(nodes, 0)
-    here = (nodes >= 0) & wanted[at] & (chain_of[at] == mine[:, None])
-    chain, _ = np.nonzero(here)
-    node = nodes[here]
-    return context.num_prompts + node, begin[chain] + place[node]
-
-
-def _plain(context: TrtllmContext, prompt: int) -> Request:
-    """A prompt alone, read at its end."""
-    tokens = context.prompts.row(prompt)
-    return Request(prompt, tokens, None, np.asarray([prompt]), np.asarray([len(tokens) - 1]))
 
 
 def _calls(requests: Iterable[Request], budget: CallBudget) -> Iterator[Call]:

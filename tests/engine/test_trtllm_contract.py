@@ -182,27 +182,26 @@ def test_a_layout_without_delimiters_is_caught_before_it_is_sent():
 def test_read_at_the_delimiter_the_scores_are_wrong(start, monkeypatch, model_folder):
     """The rule `last item token` deleted: the row behind it is read."""
     backend = start()
-    reads = packing._reads
+    reads = packing._Chains._reads
 
-    def one_further(*args):
-        rows, positions = reads(*args)
-        return rows, positions + 1
+    def one_further(self, prompt, mine, begin):
+        return reads(self, prompt, mine, begin + 1)
 
-    monkeypatch.setattr(packing, "_reads", one_further)
+    monkeypatch.setattr(packing._Chains, "_reads", one_further)
     with pytest.raises(AssertionError, match="not close"):
         assert_right(backend, Work(model_folder))
 
 
 def test_the_prompt_end_read_elsewhere_is_wrong(start, monkeypatch, model_folder):
     backend = start()
-    build = packing._multi_item
+    build = packing._Chains.multi_item
 
-    def at_the_delimiter(context, *args):
-        request = build(context, *args)
-        ends = request.rows < context.num_prompts
+    def at_the_delimiter(self, prompt, mine):
+        request = build(self, prompt, mine)
+        ends = request.rows < self._context.num_prompts
         return dataclasses.replace(request, positions=request.positions + ends)
 
-    monkeypatch.setattr(packing, "_multi_item", at_the_delimiter)
+    monkeypatch.setattr(packing._Chains, "multi_item", at_the_delimiter)
     with pytest.raises(AssertionError, match="not close"):
         assert_right(backend, Work(model_folder))
 

@@ -49,6 +49,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=_MODELS, default=_MODELS[0])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--backend", choices=("torch", "trtllm"), default="torch", help="what runs our side"
+    )
     parser.add_argument("--threads", type=positive, metavar="N", help="of torch, on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

@@ -50,7 +50,7 @@ def compare(args: argparse.Namespace, pipeline: Pipeline | None) -> dict[str, An
         say(checkpoint.label)
         # First, while the machine is ours alone and nothing of it is in memory yet.
         ran = pipeline(args, checkpoint) if pipeline else None
-        backend = stack.enter_context(_backend(checkpoint, args.device))
+        backend = stack.enter_context(_backend(checkpoint, args.device, args.backend))
         device = backend.facts.device
         skipped = {} if pipeline else {"pipeline": "--no-pipeline"}
         model = load_reference(checkpoint, device)
@@ -61,6 +61,7 @@ def compare(args: argparse.Namespace, pipeline: Pipeline | None) -> dict[str, An
             one = play(work, backend, guests, sample=sizes.sample, repeats=sizes.repeats)
             played.append(one)
         machine = machine_facts(device, args.dtype) | {
+            "backend": args.backend,
             "matmul_gflops_per_s": matmul_rate(getattr(torch, args.dtype), device),
             "memory_gb_per_s": memory_bandwidth(device),
         }
@@ -92,10 +93,10 @@ def _checkpoint(args: argparse.Namespace, folder: Path) -> Checkpoint:
 
 
 @contextlib.contextmanager
-def _backend(checkpoint: Checkpoint, device: str) -> Iterator[Backend]:
+def _backend(checkpoint: Checkpoint, device: str, name: str) -> Iterator[Backend]:
     settings = EngineSettings.model_validate(
         {
-            "backend": "torch",
+            "backend": name,
             "model": checkpoint.folder,
             "dtype": checkpoint.dtype,
             "device": device,
@@ -124,14 +125,13 @@ def _guests(
         try:
             if not args.vllm:
                 raise PeerError("--vllm was not given")
-            if device.type != "cpu":
-                raise PeerError("`make bench-vllm` installs the build for CPUs")
             asking = [case for case in cases if case.peers]
             vllm = stack.enter_context(
                 VLLM(
                     checkpoint,
                     max_tokens=max(case.tokens[1] for case in asking) + LEVELS + 1,
                     max_width=max(case.width for case in asking),
+                    device=device.type,
                 )
             )
             say(f"vLLM: {vllm.facts}")

@@ -5,8 +5,10 @@
 #   LAYERS=28 USERS=8 benchmarks/gpu.sh  # sizes of the table
 #
 # Writes conformance-float32.xml and conformance-bfloat16.xml (JUnit), bench.json, growth.json,
-# device.txt, and last summary.json. Ends with 1 when a conformance test failed; the table is taken
-# all the same, and summary.json says so.
+# device.txt, and last summary.json; where TensorRT-LLM can be imported also checkup-trtllm.txt,
+# conformance-trtllm.xml and bench-trtllm.json (docs/trtllm.md). MODEL=folder: the checkpoint of the
+# checkup. Ends with 1 when a conformance test failed; the tables are taken all the same, and
+# summary.json says so.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -29,9 +31,22 @@ for dtype in float32 bfloat16; do
     --junitxml "$OUT/conformance-$dtype.xml" || failed=1
 done
 
+trtllm=0
+if "$PYTHON" -c 'import tensorrt_llm' 2>/dev/null; then
+  trtllm=1
+  "$PYTHON" -m engine.trtllm_backend.checkup ${MODEL:+"$MODEL"} | tee "$OUT/checkup-trtllm.txt"
+  "$PYTHON" -m pytest tests/conformance --backend trtllm -q \
+    --junitxml "$OUT/conformance-trtllm.xml" || failed=1
+fi
+
 bench=0
 "$PYTHON" -m benchmarks --device cuda --layers "$LAYERS" --users "$USERS" --batch-users 64 \
   --soft-users 256 --run-users 4096 --json "$OUT/bench.json" "${@:2}" || bench=1
+if [ "$trtllm" = 1 ]; then
+  "$PYTHON" -m benchmarks --backend trtllm --device cuda --layers "$LAYERS" --users "$USERS" \
+    --batch-users 64 --soft-users 256 --no-pipeline --json "$OUT/bench-trtllm.json" "${@:2}" \
+    || bench=1
+fi
 "$PYTHON" -m benchmarks.growth --device cuda --layers "$LAYERS" --json "$OUT/growth.json" \
   >/dev/null || bench=1
 
@@ -42,6 +57,9 @@ device = (out / "device.txt").read_text().strip() if (out / "device.txt").is_fil
 bench = json.loads((out / "bench.json").read_text()) if (out / "bench.json").is_file() else {}
 keys = ("machine", "model", "ratios", "mfu", "pipeline_overhead", "peak_memory_ratio")
 summary = {"conformance_passed": not failed, "device": device} | {k: bench.get(k) for k in keys}
+trtllm = out / "bench-trtllm.json"
+if trtllm.is_file():
+    summary["trtllm"] = {k: json.loads(trtllm.read_text()).get(k) for k in keys}
 (out / "summary.json").write_text(json.dumps(summary) + "\n")
 print(json.dumps(summary))
 PY

@@ -31,7 +31,9 @@ class PeerError(Exception):
 class VLLM:
     """A vLLM process with the checkpoint loaded. A context manager: the process ends with it."""
 
-    def __init__(self, checkpoint: Checkpoint, *, max_tokens: int, max_width: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, *, max_tokens: int, max_width: int, device: str = "cpu"
+    ) -> None:
         python = _ROOT / ENVIRONMENT / "bin" / "python"
         if not python.is_file():
             raise PeerError(f"{ENVIRONMENT} is not there: make bench-vllm")
@@ -52,13 +54,16 @@ class VLLM:
             stderr=None if os.environ.get("NIGHTSHELF_BENCH_DEBUG") else subprocess.DEVNULL,
             text=True,
         )
-        self.facts = self.ask(  # version, threads, block_tokens
+        self.facts = self.ask(  # version, device, threads, block_tokens
             op="load",
             model=checkpoint.folder,
             dtype=checkpoint.dtype,
             max_tokens=max_tokens,
             max_width=max_width,
         )
+        if self.facts["device"] != device:
+            self._end()
+            raise PeerError(f"its build is for {self.facts['device']}, we are on {device}")
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """One request, one reply; `PeerError` when it failed."""
@@ -84,13 +89,16 @@ class VLLM:
     def __exit__(
         self, kind: type[BaseException] | None, err: BaseException | None, tb: TracebackType | None
     ) -> None:
+        self._end()
+        print("vLLM ended", file=sys.stderr)
+
+    def _end(self) -> None:
         self._process.stdin.close() if self._process.stdin else None
         try:
             self._process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        print("vLLM ended", file=sys.stderr)
 
 
 class VLLMWork:

@@ -20,10 +20,14 @@ from typing import Any
 
 
 def load(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The engine; the version of vLLM, its threads, and the tokens of one block of its cache."""
+    """The engine; vLLM's version, device and threads, and the tokens of a block of its cache."""
     vllm: Any = importlib.import_module("vllm")
 
+    platform = importlib.import_module("vllm.platforms").current_platform.device_type
+    # On a GPU the engine that it is compared with is on the same one.
+    share = {} if platform == "cpu" else {"gpu_memory_utilization": 0.4}
     engine = vllm.LLM(
+        **share,
         model=request["model"],
         dtype=request["dtype"],
         max_model_len=request["max_tokens"],
@@ -35,7 +39,12 @@ def load(request: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     )
     block = engine.llm_engine.vllm_config.cache_config.block_size
     threads = importlib.import_module("torch").get_num_threads()
-    return engine, {"version": vllm.__version__, "threads": threads, "block_tokens": block}
+    return engine, {
+        "version": vllm.__version__,
+        "device": platform,
+        "threads": threads,
+        "block_tokens": block,
+    }
 
 
 def score(engine: Any, request: dict[str, Any]) -> list[list[float]]:

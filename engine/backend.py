@@ -31,6 +31,7 @@ class BackendFacts:
     hidden_size: int  # width of a soft token; 0: any width
     embedding_width: int  # numbers that `embed` gives per prompt
     rows_that_fit: int | None = None  # rows of a pack for this device's memory; None: not known
+    shares_prefix: bool = True  # the static prefix is forwarded once, not with each prompt
     max_positions: int  # longest prompt + tree depth
     dtype: str
     device: device
@@ -114,7 +115,11 @@ class Norm:
 
 
 class Context(Protocol):
-    """Prompts and the nodes hanging from them. Made by `prefill`; grows with `extend`."""
+    """Prompts and the nodes hanging from them. Made by `prefill`; grows with `extend`.
+
+    A backend that forwards more than each prompt and node once says so by `forwarded` `[B]`, the
+    tokens that it sent for each prompt until now.
+    """
 
     @property
     def num_prompts(self) -> int:

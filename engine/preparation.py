@@ -27,6 +27,7 @@ class Prepared:
     shared_tree: TokenTree | None  # of the sets that users share
     same_as: Ints  # [U] the first user whose work is the same; itself where there is none before
     packs: list[Ints]  # users of each pass; those that are the same stand in one pack
+    shared_prefix: int  # tokens at the beginning of all prompts that are forwarded once
 
     @property
     def rejections(self) -> list[Rejection]:
@@ -43,7 +44,7 @@ class Prepared:
         """Tokens of each prompt that are not forwarded for this user `[U]`: the part that all
         prompts share, or the whole prompt of a user that is the same as one before."""
         new = self.same_as == np.arange(len(self.same_as))
-        return np.where(new, len(self.prompts.static_prefix), self.prompts.lengths)
+        return np.where(new, self.shared_prefix, self.prompts.lengths)
 
     @property
     def truncated_tokens(self) -> Ints:

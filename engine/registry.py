@@ -15,6 +15,7 @@ from schemas.settings import EngineSettings
 _LOADERS = {
     "fake": "engine.fake_backend:create_backend",
     "torch": "engine.torch_backend:create_backend",
+    "trtllm": "engine.trtllm_backend:create_backend",
 }
 
 

@@ -23,6 +23,7 @@ from engine.exclusions import EligibleTrie, dead_nodes
 from engine.item_scoring import score_in_parts
 from engine.label_scoring import label_items
 from engine.labels import LabelReader
+from engine.native_beams import NativeBackend, search_natively, uses_native_beams
 from engine.packing import PackingBudget
 from engine.preparation import Prepared, pack_distinct, same_work
 from engine.prompts import PromptBuilder
@@ -38,6 +39,7 @@ from schemas.requests import (
     Eligibility,
     Ints,
     ItemScores,
+    NativeBeams,
     SidBeams,
     UserBatch,
 )
@@ -94,6 +96,14 @@ class Engine:
         self._widths: tuple[int, ...] = ()
         if task.generate is not None:
             self._widths = task.generate.widths(config.space.num_levels)
+        self._native = trie is not None and uses_native_beams(config, trie, backend)
+        if self._native:
+            assert isinstance(backend, NativeBackend), "uses_native_beams checked it"
+            backend.start_beams(
+                width=self._widths[0],
+                steps=self._trie.depth,
+                prompt_tokens=config.prompt.max_tokens,
+            )
 
     @property
     def _index(self) -> DeviceTrie:
@@ -140,6 +150,7 @@ class Engine:
             shared_tree=shared_tree,
             same_as=same_as,
             packs=packs,
+            shared_prefix=len(prompts.static_prefix) if self._backend.facts.shares_prefix else 0,
         )
 
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
@@ -190,7 +201,7 @@ class Engine:
         naive = np.zeros(users.num_users, dtype=np.int64)
         prompt_rows = prepared.prompts.lengths[pack]
         failed = np.zeros(users.num_users, dtype=bool)
-        scored = generated = None
+        scored = generated = native = None
         if candidates is not None:
             scored, tree_rows = self._score(context, prepared, pack, candidates)
             rows += tree_rows
@@ -198,19 +209,21 @@ class Engine:
             naive += candidates.lengths * prompt_rows + prepared.candidate_tokens[pack]
             scored = without_forbidden(scored, users)
         if self._config.task.generate is not None:
-            generated, beams_failed, beam_rows_used = self._generate(
+            generated, beams_failed, beam_rows_used, native = self._generate(
                 context, users, self._config.task.generate
             )
             failed |= beams_failed
             rows += beam_rows_used
             naive += generated.width * (prompt_rows + self._trie.depth - 1)
+        sent: Ints | None = getattr(context, "forwarded", None)  # engine/backend.py, Context
         return BatchResult(
             num_users=users.num_users,
             scored=scored,
             generated=generated,
             failed=failed,
-            rows=rows,
+            rows=rows if sent is None else sent,
             rows_naive=naive,
+            native=native,
         )
 
     @property
@@ -313,23 +326,38 @@ class Engine:
 
     def _generate(
         self, context: Context, users: UserBatch, settings: GenerateSettings
-    ) -> tuple[SidBeams, np.ndarray, Ints]:
+    ) -> tuple[SidBeams, np.ndarray, Ints, NativeBeams | None]:
         """Beams of all users; with `exact`, again and wider for those not certified."""
+        k = min(self._config.task.k, self._trie.num_sids)
+        if self._native:
+            beams, failed, counts = search_natively(
+                self._backend,
+                context,
+                self._index,
+                width=self._widths[0],
+                k=k,
+                rescore=settings.rescore,
+                compare_users=settings.compare_users,
+                max_rows=self._max_rows,
+            )
+            steps = self._trie.depth - 1  # tokens that are fed back; the last one is not
+            return beams, failed, beams.width * steps, counts
         eligible, segments = self._eligible(users.eligibility)
         dead = None
         if users.excluded is not None and len(users.excluded.values):
             keys = dead_nodes(self._trie, users.excluded, users.eligibility, eligible)
             dead = torch.from_numpy(keys).to(self._index.device)
-        return search(
+        beams, failed, rows = search(
             self._backend,
             context,
             self._index,
             settings,
             widths=self._widths,
-            k=min(self._config.task.k, self._trie.num_sids),
+            k=k,
             dead=dead,
             segments=segments,
         )
+        return beams, failed, rows, None
 
 
 def _item_tokens(

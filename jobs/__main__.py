@@ -2,4 +2,5 @@
 
 from jobs.cli import main
 
-main()
+if __name__ == "__main__":  # processes that engines start import this module
+    main()

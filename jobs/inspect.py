@@ -67,14 +67,15 @@ def _current_run(plan: RunPlan) -> str | None:
     return None if published is None else published.run_id
 
 
-def all_runs(work_dir: str) -> list[RunStatus]:
-    """Status of every run below a work folder, newest date last."""
+def all_runs(work_dir: str, ds: str = "") -> list[RunStatus]:
+    """Status of every run below a work folder, or of one date's, newest date last."""
     root = files.local_path(work_dir) or work_dir
     fs, inside = files.filesystem(root)
     fs.invalidate_cache()
     if not fs.isdir(inside):
         return []
-    folders = sorted(p for p in fs.ls(inside, detail=False) if fs.exists(f"{p}/plan.json"))
+    named = (p for p in fs.ls(inside, detail=False) if p.rpartition("/")[2].startswith(ds))
+    folders = sorted(p for p in named if fs.exists(f"{p}/plan.json"))  # a run's id begins with ds
     return [_status_or_unreadable(folder) for folder in folders]
 
 

@@ -45,7 +45,7 @@ _GRACE_S = 5.0
 class _Device:
     """What one worker owns: a GPU by its name, or a share of the processors."""
 
-    gpu: str | None
+    gpu: str | None  # or several, with commas
     threads: int
 
 
@@ -82,6 +82,7 @@ def _devices(plan: RunPlan, num_shards: int) -> list[_Device]:
     """One device per worker: GPUs first come first served, else shares of the processors."""
     wanted = plan.config.run.workers
     gpus = visible_gpus() if plan.config.engine.device != "cpu" else []
+    gpus = _groups(gpus, plan.config.engine.tensor_parallel)
     if gpus:
         count = len(gpus) if wanted == "auto" else wanted
         if count > len(gpus):
@@ -93,6 +94,22 @@ def _devices(plan: RunPlan, num_shards: int) -> list[_Device]:
         return [_Device(gpu, num_cpus()) for gpu in gpus[: min(count, num_shards)]]
     count = min(1 if wanted == "auto" else wanted, num_shards)
     return [_Device(None, max(1, num_cpus() // count))] * count
+
+
+def _groups(gpus: list[str], size: int) -> list[str]:
+    """GPUs in groups of one engine each; those that are left over are not used.
+
+    Raises:
+        EngineError: there are GPUs, but not enough for one group.
+    """
+    if gpus and len(gpus) < size:
+        raise EngineError(
+            "engine.tensor_parallel needs more GPUs",
+            expected=f"at least {size}",
+            got=str(len(gpus)),
+        )
+    whole = len(gpus) // size * size
+    return [",".join(gpus[i : i + size]) for i in range(0, whole, size)]
 
 
 def _run_inline(plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
@@ -156,7 +173,11 @@ class _Pool:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_work, args=(self._plan, device, theirs), daemon=True, name="nightshelf-worker"
+            target=_work,
+            args=(self._plan, device, theirs),
+            # TensorRT-LLM may start processes of its own, which a daemon may not.
+            daemon=self._plan.config.engine.backend != "trtllm",
+            name="nightshelf-worker",
         )
         process.start()
         theirs.close()

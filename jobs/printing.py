@@ -11,6 +11,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from jobs.backfill import day_states
 from jobs.inspect import RunStatus, UserView
 from jobs.options import Output, stdout
 from pipelines.estimate import Estimate, estimate, table_bytes
@@ -95,6 +96,7 @@ def print_plan(plan: RunPlan, output: Output) -> None:
         found = {
             "run_id": plan.run_id,
             "status": "planned",
+            "before": day_states(plan.config, plan.ds).get(plan.ds, "none"),
             "ds": plan.ds,
             "surface": plan.surface,
             "shards": plan.num_shards,

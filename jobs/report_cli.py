@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.launchers import open_launcher
+from jobs.launchers import LauncherOption, open_launcher
 from jobs.options import (
     DebugOption,
     DsOption,
@@ -36,6 +36,7 @@ def report(
     run_id: RunIdOption = None,
     ds: DsOption = None,
     set_: SetOption = None,
+    launcher: LauncherOption = None,
     log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
     debug: DebugOption = False,
@@ -48,8 +49,8 @@ def report(
     def body() -> None:
         plan = the_plan(target, run_id, ds, set_, same_model=False)
         if isinstance(plan, RunConfig):
-            with open_launcher(None, plan) as launcher:  # which knows where its tables are
-                plan = plan_run(launcher.locate(plan))
+            with open_launcher(launcher, plan) as chosen:
+                plan = plan_run(chosen.locate(plan))
         with only_run_of(plan), open_progress(stderr(), log_format) as progress:
             progress.step("report")
             manifest = report_of(load_manifest(plan), users or [])

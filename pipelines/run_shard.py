@@ -103,6 +103,7 @@ def run_shard(
             engine_seconds=result.engine_seconds,
             legal_mass_sum=result.legal_mass_sum,
             beam_widths=result.beam_widths,
+            native_beams=result.native_beams,
         )
         files.write_json(receipt_path(plan, shard), receipt.model_dump(mode="json"))
     return receipt
@@ -120,6 +121,7 @@ class _Result:
     engine_seconds: float
     legal_mass_sum: float = 0.0
     beam_widths: dict[int, int] = field(default_factory=dict)
+    native_beams: dict[str, int] | None = None
 
 
 def _recommend(
@@ -142,6 +144,7 @@ def _recommend(
         engine_seconds=scores.engine_seconds,
         legal_mass_sum=float(np.nansum(scores.legal_mass[kept])),
         beam_widths=dict(zip(widths.tolist(), users.tolist(), strict=True)),
+        native_beams=None if scores.native is None else scores.native.as_dict(),
     )
 
 

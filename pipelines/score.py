@@ -15,7 +15,7 @@ from pipelines.catalog import Catalog
 from pipelines.rank import Ranked, rank_batch
 from pipelines.read import ShardInput
 from pipelines.validate import QuarantinedRow
-from schemas.requests import BatchResult, Ints, Ragged, Rejection, join_labels
+from schemas.requests import BatchResult, Ints, NativeBeams, Ragged, Rejection, join_labels
 from schemas.settings import TaskSettings
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class ShardScores:
     widths: Ints  # [U] widest beam; 0: none was used
     quarantined: list[QuarantinedRow]
     engine_seconds: float
+    native: NativeBeams | None = None
 
 
 def score_shard(
@@ -97,6 +98,7 @@ class _Lists:
         self._rows_naive = np.zeros(num, dtype=np.int64)
         self._widths = np.zeros(num, dtype=np.int64)
         self._reused = np.zeros(num, dtype=np.int64)
+        self._native: list[NativeBeams | None] = []
 
     def add(self, pack: Ints, result: BatchResult) -> None:
         """Rank the users of one pack."""
@@ -120,6 +122,7 @@ class _Lists:
         if result.generated is not None:
             self._legal_mass[pack] = result.generated.legal_mass
             self._widths[pack] = result.generated.width
+        self._native.append(result.native)
         self._parts.append((pack, ranked))
 
     def scores(self, engine_seconds: float) -> ShardScores:
@@ -150,6 +153,7 @@ class _Lists:
             widths=self._widths,
             quarantined=self._quarantined,
             engine_seconds=engine_seconds,
+            native=NativeBeams.total(self._native),
         )
 
 

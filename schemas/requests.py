@@ -9,7 +9,7 @@ codes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -259,6 +259,34 @@ class SidBeams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NativeBeams:
+    """What became of an engine's own beams (engine/native_beams.py). Counts add up over batches."""
+
+    beams: int = 0  # that the engine gave
+    incomplete: int = 0  # empty, or shorter or longer than a semantic ID
+    without_score: int = 0  # not finite
+    invalid: int = 0  # name no item
+    doubled: int = 0
+    compared: int = 0  # items of constrained lists that were looked for …
+    in_common: int = 0  # … and found
+
+    def __add__(self, other: NativeBeams) -> NativeBeams:
+        return NativeBeams(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def total(cls, parts: Iterable[NativeBeams | None]) -> NativeBeams | None:
+        """Sum of the parts that there are; None when there is none."""
+        known = [part for part in parts if part is not None]
+        return sum(known, start=cls()) if known else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
     """Everything the engine says about one batch of users."""
 
@@ -268,6 +296,7 @@ class BatchResult:
     failed: NDArray[np.bool_]  # [U] NaN or -inf appeared: nothing of this user may be used
     rows: Ints  # [U] rows forwarded through the model for this user, the prompt's included
     rows_naive: Ints  # [U] rows if every candidate and every beam sent the prompt again
+    native: NativeBeams | None = None  # where generated items come from the engine's own beams
 
     @classmethod
     def join(cls, parts: list[BatchResult]) -> BatchResult:
@@ -302,6 +331,7 @@ class BatchResult:
             failed=np.concatenate([part.failed for part in parts]),
             rows=np.concatenate([part.rows for part in parts]),
             rows_naive=np.concatenate([part.rows_naive for part in parts]),
+            native=NativeBeams.total(part.native for part in parts),
         )
 
     def spread(self, of: Ints) -> BatchResult:
@@ -317,4 +347,5 @@ class BatchResult:
             failed=self.failed[of],
             rows=np.where(first, self.rows[of], 0),
             rows_naive=self.rows_naive[of],
+            native=self.native,
         )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from schemas.requests import NativeBeams
 from schemas.settings import RunConfig
 
 
@@ -158,6 +159,7 @@ class ShardReceipt(_Record):
     engine_seconds: float
     legal_mass_sum: float = 0.0
     beam_widths: dict[int, int] = {}  # widest beam used -> users
+    native_beams: dict[str, int] | None = None  # counts of the engine's own beams, where used
 
     @property
     def result(self) -> StagedFile:
@@ -238,6 +240,8 @@ class RunManifest(_Record):
         users = self.counts.users_recommended + self.counts.users_without_eligible
         if task.generate is None or task.score_norm != "full_vocab" or not users:
             return None
+        if self._native() is not None:
+            return None  # its beams do not tell
         return round(sum(receipt.legal_mass_sum for receipt in self.shards) / users, 4)
 
     def _beam_widths(self) -> dict[int, int] | None:
@@ -249,6 +253,26 @@ class RunManifest(_Record):
             for width, users in receipt.beam_widths.items():
                 widths[width] = widths.get(width, 0) + users
         return dict(sorted(widths.items()))
+
+    def _native(self) -> NativeBeams | None:
+        """What became of the engine's own beams; None where the run had none."""
+        counts = [receipt.native_beams for receipt in self.shards]
+        return NativeBeams.total(NativeBeams(**count) for count in counts if count is not None)
+
+    def _native_summary(self) -> dict[str, Any]:
+        """Shares of beams that named no item, or were no beam; and of constrained lists found."""
+        native = self._native()
+        if native is None:
+            return {}
+        unusable = native.incomplete + native.without_score + native.doubled
+        return {
+            "native_beams": {
+                "beams": native.beams,
+                "invalid_share": _share(native.invalid, native.beams),
+                "unusable_share": _share(unusable, native.beams),
+                "overlap_with_constrained": _share(native.in_common, native.compared),
+            }
+        }
 
     def _device_hours(self) -> float:
         """Time that shards held a device, from reading to the receipt."""
@@ -279,6 +303,7 @@ class RunManifest(_Record):
             "rows_quarantined": c.rows_quarantined,
             "exact_share": _share(c.users_exact, c.users_recommended),
             "beam_widths": self._beam_widths(),
+            **self._native_summary(),
             "legal_mass": self._legal_mass(),
             "audit_warnings": [gate.gate for gate in self.audit.warned] if self.audit else [],
             "published": self.published.partition if self.published else None,

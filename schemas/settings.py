@@ -66,10 +66,31 @@ class _Section(BaseModel):
     )
 
 
+class TrtllmSettings(_Section):
+    """How TensorRT-LLM's engines are built; only `engine.backend: trtllm` reads it."""
+
+    max_num_tokens: Positive | Literal["auto"] = Field(
+        "auto", description="Tokens of one encode call; auto: what the GPU holds"
+    )
+    max_batch_size: Positive = Field(256, description="Prompts of one encode call")
+    multi_item: Literal["auto", "off"] = Field(
+        "auto", description="Many items behind one prompt; off: one prompt per item"
+    )
+    plugin: Literal["auto", "off"] = Field(
+        "auto", description="Our Qwen3 model inside TensorRT-LLM: soft tokens, head on demand"
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "nvfp4"] = Field(
+        "auto", description="Precision of the KV cache of task.generate.mode native"
+    )
+    placeholder_id: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="Token that stands for a soft token; unset: the last id without a text"
+    )
+
+
 class EngineSettings(_Section):
     """What runs the model, and how much it may take at once."""
 
-    backend: str = Field("torch", description="fake | torch; see engine/registry.py")
+    backend: str = Field("torch", description="fake | torch | trtllm; see engine/registry.py")
     model: str | None = Field(
         None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
     )
@@ -86,7 +107,12 @@ class EngineSettings(_Section):
         "holds, 8192 on a CPU",
     )
     max_batch_users: Positive = Field(256, description="Users in one packed pass")
+    tensor_parallel: Positive = Field(1, description="GPUs of one worker and its engine; trtllm")
     seed: int = Field(0, description="Seed of the fake backend")
+    trtllm: TrtllmSettings = Field(
+        TrtllmSettings(),  # type: ignore[call-arg]
+        description="How TensorRT-LLM's engines are built",
+    )
 
 
 class SidSettings(_Section):
@@ -258,6 +284,23 @@ class GenerateSettings(_Section):
     )
     exact: bool = Field(False, description="Widen users whose top-k is not certified")
     max_width: Positive = Field(4096, description="Widest beam that exact may use")
+    mode: Literal["constrained", "native", "auto"] = Field(
+        "constrained", description="native: the engine's own open-vocabulary beams, then filtered"
+    )
+    rescore: bool = Field(False, description="Score again what native beams found")
+    compare_users: Annotated[int, Field(ge=0, strict=True)] = Field(
+        0, description="Users of each pass that native beams are compared for"
+    )
+
+    @model_validator(mode="after")
+    def _mode(self) -> GenerateSettings:
+        if self.mode == "constrained" and (self.rescore or self.compare_users):
+            raise ValueError("rescore and compare_users are for mode: native or auto")
+        if self.mode == "native" and self.exact:
+            raise ValueError("mode: native has no certificate; exact: true needs constrained")
+        if self.mode == "native" and not isinstance(self.width, int):
+            raise ValueError("mode: native has one width for all levels")
+        return self
 
     def widths(self, num_levels: int) -> tuple[int, ...]:
         """Width of each level that is forwarded: all but the last, and that too before an end
@@ -569,6 +612,13 @@ class RunConfig(_Section):
                 expected="a checkpoint folder",
                 field="engine.model",
             )
+        if self.engine.tensor_parallel > 1 and self.engine.backend == "torch":
+            yield ConfigError(
+                "engine.tensor_parallel is for TensorRT-LLM",
+                expected="1 with engine.backend: torch, which has a worker per GPU",
+                got=str(self.engine.tensor_parallel),
+                field="engine.tensor_parallel",
+            )
         needs_projector = template.uses("user_vector") and runs_a_model
         if needs_projector and self.engine.projector is None:
             yield ConfigError(
@@ -645,12 +695,39 @@ class RunConfig(_Section):
                 task.generate.widths(levels)
             except ConfigError as err:
                 yield err
+            yield from self._check_native(task.generate)
         if task.score is not None and task.score.length_norm != "sum":
             yield ConfigError(
                 "task.score.length_norm: mean is for items named by text",
                 expected="sum, so that a semantic ID scores the same scored and generated",
                 got="mean",
                 field="task.score.length_norm",
+            )
+
+    def _check_native(self, generate: GenerateSettings) -> Iterator[ConfigError]:
+        """Native beams need an engine that has them, and say less than constrained ones."""
+        if generate.mode != "native":
+            return
+        if self.engine.backend in ("fake", "torch"):
+            yield ConfigError(
+                "task.generate.mode: native needs an engine with beams of its own",
+                expected="engine.backend: trtllm",
+                got=self.engine.backend,
+                field="task.generate.mode",
+            )
+        if self.task.score_norm != "full_vocab" and not generate.rescore:
+            yield ConfigError(
+                "native beams have scores over the whole vocabulary",
+                expected="task.score_norm: full_vocab, or task.generate.rescore: true",
+                got=f"task.score_norm: {self.task.score_norm}",
+                field="task.generate.rescore",
+            )
+        if self.audit.min_legal_mass is not None:
+            yield ConfigError(
+                "audit.min_legal_mass needs constrained beams",
+                expected="task.generate.mode: constrained or auto",
+                got="native",
+                field="audit.min_legal_mass",
             )
 
     def _check_limits(self) -> Iterator[ConfigError]:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from engine.torch_backend import TorchBackend
+from tests import trtllm
 from tests.factories import tiny_model
 
 torch.set_num_threads(1)  # tests run side by side
@@ -23,9 +24,9 @@ settings.load_profile("here")
 
 def pytest_addoption(parser: Any) -> None:
     group = parser.getgroup("conformance", "run tests/conformance over one backend")
-    group.addoption("--backend", help="name of the backend; default: fake and torch")
+    group.addoption("--backend", help="name of the backend; default: fake, torch, trtllm's double")
     group.addoption("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    group.addoption("--dtype", default="float32", choices=("float32", "bfloat16"))
+    group.addoption("--dtype", choices=("float32", "bfloat16"), help="default: what it computes in")
     group.addoption("--model", help="checkpoint folder; default: a tiny random Qwen3")
 
 
@@ -37,6 +38,48 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def torch_backend(model_folder):
     return TorchBackend(model_folder, "float32", torch.device("cpu"))
+
+
+@pytest.fixture
+def double():
+    """The recorder of TensorRT-LLM's double: what was called, and faults to ask for.
+
+    With the library installed its tests are skipped, because they know the double from within: for
+    the library there is `pytest tests/conformance --backend trtllm`.
+    """
+    if trtllm.installed():
+        pytest.skip("TensorRT-LLM itself is installed")
+    trtllm.use_double()
+    from tensorrt_llm import recorder
+
+    recorder.CALLS.clear()
+    yield recorder
+    recorder.FAULTS.clear()
+    recorder.CALLS.clear()
+
+
+@pytest.fixture
+def start(double, model_folder):
+    """Start the TensorRT-LLM backend over the double: `start(multi_item="off", …)`."""
+    from engine.registry import create_backend
+    from schemas.settings import EngineSettings, TrtllmSettings
+
+    open_ones = []
+
+    def make(model=None, projector=None, dtype="float32", **trtllm_settings):
+        settings = EngineSettings(
+            backend="trtllm",
+            model=model or model_folder,
+            projector=projector,
+            dtype=dtype,
+            trtllm=TrtllmSettings(**trtllm_settings),
+        )
+        open_ones.append(create_backend(settings))
+        return open_ones[-1]
+
+    yield make
+    for backend in open_ones:
+        backend.close()
 
 
 @dataclass(frozen=True)

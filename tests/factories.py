@@ -51,17 +51,25 @@ def random_codes(
     return codes
 
 
-def tiny_model(folder: Path, *, vocab: int = 64, layers: int = 2, seed: int = 0) -> str:
+def tiny_model(
+    folder: Path,
+    *,
+    vocab: int = 64,
+    layers: int = 2,
+    seed: int = 0,
+    hidden: int = 32,
+    head_dim: int = 8,
+) -> str:
     """A random Qwen3 with grouped-query attention, saved as a checkpoint with a tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=256,
         tie_word_embeddings=False,
     )

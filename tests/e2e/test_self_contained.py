@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import polars as pl
@@ -164,6 +166,11 @@ def test_such_a_run_is_judged_as_any_other(nightshelf, tmp_path):
     usual = nightshelf("run", write_config(tmp_path), *as_json).json
     config = write_config(tmp_path, **NO_JOIN, output__path="out2")
     own = nightshelf("run", config, *as_json).json
+    pages = [(Path(run["run_dir"]) / "report.html").read_text() for run in (usual, own)]
+    shown = [json.loads(re.search(r'id="examples">(.*?)</script>', p)[1])["users"] for p in pages]
+    histories = [{user["id"]: user["history_items"] for user in users} for users in shown]
+    assert histories[0] == histories[1]
+    assert min(histories[1].values()) > 0
     users = [*tables["users"]["user_id"].to_pylist(), "a stranger"]
     items = tables["catalog"]["item_id"].to_pylist()
     truth = pa.table({"user_id": users, "item_ids": [items[i : i + 9] for i in range(len(users))]})

@@ -1,0 +1,5 @@
+"""The one error type of requests."""
+
+
+class RequestError(RuntimeError):
+    """A request was refused."""

@@ -9,7 +9,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test browser check fmt bench airflow constraints clean
+.PHONY: help setup demo test browser check docs fmt bench airflow constraints clean
 .PHONY: bench-quick bench-vllm airflow-test
 
 help:  ## List the targets
@@ -18,7 +18,7 @@ help:  ## List the targets
 setup: $(READY)  ## Create .venv with everything the demo and the tests need
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev,iceberg,delta]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev,docs,iceberg,delta]'
 	@touch $@
 
 demo: setup  ## Build the MovieLens example, run it both ways, show what came out
@@ -49,11 +49,14 @@ airflow: setup $(AIRFLOW)/.ready  ## Airflow with the example at http://127.0.0.
 	test -e $(MOVIES)/build/model || $(BIN)/python $(MOVIES)/build.py
 	airflow/standalone.sh
 
-check: setup  ## Format, lint, types, import contracts
+check: setup docs  ## Format, lint, types, import contracts, and the documentation's site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+docs: setup  ## Build the documentation into site/; `mkdocs serve` shows it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 fmt: setup  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -78,4 +81,4 @@ constraints: setup  ## Write constraints.txt from what is installed
 	mv constraints.tmp constraints.txt
 
 clean:  ## Remove the environment and everything the example made
-	rm -rf $(VENV) $(AIRFLOW) .airflow $(MOVIES)/build *.egg-info
+	rm -rf $(VENV) $(AIRFLOW) .airflow $(MOVIES)/build site *.egg-info

@@ -1,4 +1,5 @@
-"""How the engine's time grows: with candidates, beams, prompt length, catalog size and users.
+"""How time grows: the engine's with candidates, beams, prompt length, catalog size and users, and
+that of a whole run with workers, which have a core or a GPU each.
 
 One size is changed at a time and everything else stays; each point is the median of a few passes
 after a warm-up, the points of one curve taking turns. stdout: one JSON document. `--plot` draws it
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -103,6 +105,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             curves.append({"axis": curve.axis, "what": curve.what, "points": points})
         machine = machine_facts(backend.facts.device, args.dtype)
         backend.close()
+        print("workers", file=sys.stderr, flush=True)
+        curves.append(_workers(checkpoint, backend.facts.device.type, args))
         machine["threads"] = torch.get_num_threads()
     return {"machine": machine, "model": checkpoint.label, "curves": curves}
 
@@ -138,6 +142,26 @@ def _points(
     ]
 
 
+def _workers(checkpoint: Checkpoint, device: str, args: argparse.Namespace) -> dict[str, Any]:
+    """`nightshelf run` over the same users by 1, 2, 4, … workers of one thread each."""
+    import torch
+
+    from benchmarks.pipeline import measure_workers
+
+    most = torch.cuda.device_count() if device == "cuda" else len(os.sched_getaffinity(0))
+    counts = [n for n in (1, 2, 4, 8, 16) if n <= most]
+    users = args.worker_users
+    seconds: dict[int, list[float]] = {n: [] for n in counts}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for _ in range(args.repeats):
+        for n in counts:
+            sizes = {"dtype": args.dtype, "device": device, "codes": _CODES}
+            seconds[n].append(measure_workers(checkpoint.folder, users, n, **sizes))
+    points = [{"value": n, "seconds": statistics.median(seconds[n])} for n in counts]
+    what = f"a run of {users} users, 300 tokens"
+    return {"axis": "workers", "what": what, "points": points, "shrinks": True}
+
+
 def plot(document: dict[str, Any], path: Path) -> None:
     """Draw the curves, seconds against the size, both logarithmic; dashed: linear growth."""
     matplotlib: Any = importlib.import_module("matplotlib")
@@ -150,6 +174,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
         x = [point["value"] for point in curve["points"]]
         y = [point["seconds"] for point in curve["points"]]
         linear = [y[-1] * value / x[-1] for value in x]
+        if curve.get("shrinks"):
+            linear = [y[0] * x[0] / value for value in x]
         shown = [(v, at) for v, at in zip(x, linear, strict=True) if at >= min(y) / 3]
         panel.plot(x, y, marker="o", color="#1f5fa8", label="engine")
         panel.plot(*zip(*shown, strict=True), linestyle="--", color="#999999", label="linear")
@@ -182,6 +208,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--worker-users", type=int, default=64, help="users of the runs by workers")
     parser.add_argument("--quick", action="store_true", help="the first three sizes of each")
     parser.add_argument("--json", type=Path, help="write the document here too")
     parser.add_argument("--from", dest="source", type=Path, help="read a document, measure nothing")

@@ -47,7 +47,9 @@ class Tables:
     codes: int = 256
 
 
-def write_tables(folder: Path, tables: Tables, engine: dict[str, Any], shard_users: int) -> Path:
+def write_tables(
+    folder: Path, tables: Tables, engine: dict[str, Any], shard_users: int, workers: int = 0
+) -> Path:
     """Random users, candidates and catalog below `folder`, and a configuration over them."""
     rng = np.random.default_rng(0)
     items = pa.array([f"item{i:07d}" for i in range(tables.items)])
@@ -85,17 +87,19 @@ def write_tables(folder: Path, tables: Tables, engine: dict[str, Any], shard_use
         "inputs": {"users": "users", "catalog": "catalog.parquet", "candidates": "candidates"},
         "task": {"k": _K, "score": {}},
         "output": {"path": "out"},
-        "run": {"workers": 0, "shard_users": shard_users},
+        "run": {"workers": workers, "shard_users": shard_users},
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
 
 
-def run_tables(tables: Tables, engine: dict[str, Any], shard_users: int) -> dict[str, Any]:
+def run_tables(
+    tables: Tables, engine: dict[str, Any], shard_users: int, workers: int = 0
+) -> dict[str, Any]:
     """The summary of `nightshelf run` over such tables, and the process's peak memory."""
     with tempfile.TemporaryDirectory(prefix="nightshelf-bench-") as folder:
-        config = write_tables(Path(folder), tables, engine, shard_users)
+        config = write_tables(Path(folder), tables, engine, shard_users, workers)
         command = [sys.executable, "-m", "jobs", "run", str(config), "--output", "json"]
         with (
             (Path(folder) / "stdout").open("w+") as out,
@@ -116,6 +120,19 @@ def run_tables(tables: Tables, engine: dict[str, Any], shard_users: int) -> dict
         "users": tables.users,
         "peak_rss_mib": kib / 1024,
     }
+
+
+def measure_workers(
+    model: str, users: int, workers: int, *, dtype: str, device: str, codes: int
+) -> float:
+    """Seconds of a run by so many workers, without what it pays once."""
+    engine = {"backend": "torch", "model": model, "dtype": dtype, "device": device}
+    shard = -(-users // (8 * workers))  # so many that the last ones leave nobody idle for long
+    few, many = (
+        run_tables(Tables(users=n, codes=codes), engine, shard, workers)
+        for n in (_START_USERS, users)
+    )
+    return float(many["seconds"] - few["seconds"])
 
 
 def measure_overhead(

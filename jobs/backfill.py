@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from jobs.inspect import all_runs
+from jobs.launchers import LauncherName
 from pipelines.profile import table_key
 from schemas.config_file import load_config
 from schemas.errors import ConfigError, quoted
@@ -70,17 +72,27 @@ def backfill(
     max_active: int,
     dry_run: bool,
     done: Callable[[Day], None],
+    launcher: LauncherName | None = None,
 ) -> list[Day]:
     """Run the days that need it, at most `max_active` at once; `done` hears of each as it ends.
 
     Args:
         reprocess: `none` leaves days alone that have any run, `failed` only those that are
             published, `all` none.
+        launcher: of every day's run; None: what the configuration says.
 
     Raises:
         ConfigError: the configuration cannot be used.
     """
     settings = load_config(config_path, overrides=overrides, ds=days[0])
+    if max_active > 1 and "PYSPARK_GATEWAY_PORT" in os.environ:
+        raise ConfigError(
+            "spark-submit runs one day at a time",
+            expected="--max-active 1: a Spark driver has one application",
+            got=str(max_active),
+        )
+    options = [word for one in overrides for word in ("--set", one)]
+    options += ["--launcher", launcher.value] if launcher else []
     states = day_states(settings)
     todo = {day: _needed(states.get(day, "none"), reprocess) for day in days}
 
@@ -91,7 +103,7 @@ def backfill(
         elif dry_run:
             result = Day(ds=day, before=before, state="planned")
         else:
-            result = _run_day(config_path, day, overrides, before)
+            result = _run_day(config_path, day, options, before)
         done(result)
         return result
 
@@ -115,9 +127,8 @@ def _needed(state: str, reprocess: Reprocess) -> bool:
     return reprocess is Reprocess.failed and state != "published"
 
 
-def _run_day(config_path: str, day: str, overrides: list[str], before: str) -> Day:
-    sets = [word for one in overrides for word in ("--set", one)]
-    command = [sys.executable, "-m", "jobs", "run", config_path, "--ds", day, *sets]
+def _run_day(config_path: str, day: str, options: list[str], before: str) -> Day:
+    command = [sys.executable, "-m", "jobs", "run", config_path, "--ds", day, *options]
     done = subprocess.run(
         [*command, "--output", "json"], capture_output=True, text=True, check=False
     )

@@ -1,7 +1,8 @@
 """The command line. Results on stdout, progress on stderr; `--output json` ends with one JSON line.
 
 Exit codes: 0 published · 2 usage or configuration · 3 an input breaks its contract · 4 some shards
-failed, running again is safe · 5 the engine cannot start · 6 the audit refused · 130 interrupted.
+failed, running again is safe · 5 the engine cannot start · 6 the audit refused, or `compare` found
+too much · 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import typer
 
 from jobs.bench_cli import BENCH_CONTEXT, bench
 from jobs.catalog_cli import catalog
+from jobs.doctor_cli import doctor
 from jobs.help_pages import arrange
+from jobs.init_cli import init
 from jobs.inspect import all_runs, run_status, show_user
-from jobs.launch_local import LocalLauncher
+from jobs.judge_cli import judge
+from jobs.launchers import LauncherOption, open_launcher
 from jobs.options import (
     ConfigArg,
     DebugOption,
@@ -36,6 +40,7 @@ from jobs.report_cli import report
 from jobs.run import plan_path, run_job
 from jobs.steps_cli import steps
 from jobs.upkeep_cli import upkeep
+from jobs.validate_cli import validate
 from pipelines import files
 from pipelines.plan import plan_run
 from schemas.config_file import load_config
@@ -72,6 +77,7 @@ def run(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
+    launcher: LauncherOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; score nothing.")] = False,
     log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
@@ -84,11 +90,12 @@ def run(
 
     def body() -> None:
         settings = load_config(config, overrides=set_, ds=ds)
-        if dry_run:
-            print_plan(plan_run(settings), output)
-            return
-        with open_progress(stderr(), log_format) as progress:
-            manifest = run_job(settings, LocalLauncher(), progress)
+        with open_launcher(launcher, settings) as chosen:
+            if dry_run:
+                print_plan(plan_run(chosen.locate(settings)), output)
+                return
+            with open_progress(stderr(), log_format) as progress:
+                manifest = run_job(settings, chosen, progress)
         print_summary(manifest, output)
 
     guard(body, output, debug, log_format)
@@ -99,13 +106,16 @@ def plan(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
+    launcher: LauncherOption = None,
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
     """Check configuration and inputs, and say what a run would do."""
 
     def body() -> None:
-        print_plan(plan_run(load_config(config, overrides=set_, ds=ds)), output)
+        settings = load_config(config, overrides=set_, ds=ds)
+        with open_launcher(launcher, settings) as chosen:
+            print_plan(plan_run(chosen.locate(settings)), output)
 
     guard(body, output, debug)
 
@@ -157,8 +167,12 @@ def schema() -> None:
 
 app.registered_commands += steps.registered_commands
 app.registered_commands += upkeep.registered_commands
+app.registered_commands += judge.registered_commands
 app.command()(report)
 app.command()(rollback)
+app.command()(init)
+app.command()(validate)
+app.command()(doctor)
 app.command(context_settings=BENCH_CONTEXT)(bench)
 arrange(app)
 

@@ -16,7 +16,7 @@ from pipelines.profile import published_marker, table_key
 from pipelines.publish import open_table
 from pipelines.run_shard import load_receipt
 from schemas.errors import ConfigError, StorageError, quoted
-from schemas.runs import Counts, RunPlan
+from schemas.runs import Counts, RunPlan, ShardReceipt
 from schemas.settings import RunConfig
 
 
@@ -116,14 +116,14 @@ def show_user(config: RunConfig, user: str) -> UserView:
     Raises:
         StorageError: nothing is published for this date and surface.
     """
-    plan = _published(config)
+    plan = published_plan(config)
     user_id: str | int = user
     if plan.user_id_type == "int64":
         try:
             user_id = int(user)
         except ValueError:
             raise ConfigError("--user must be a number for this table", got=quoted(user)) from None
-    index = int(shard_of([user], plan.num_shards)[0])
+    index = _shard_of(plan, user)
     rows = pl.from_arrow(open_table(config).read(user_id=user_id, shard=index))
     assert isinstance(rows, pl.DataFrame), "a table is a frame"
     if rows.is_empty():
@@ -145,7 +145,14 @@ def show_user(config: RunConfig, user: str) -> UserView:
     return UserView(user=user, rows=rows.to_dicts(), exact=exact, run_id=plan.run_id, why_not=None)
 
 
-def _published(config: RunConfig) -> RunPlan:
+def _shard_of(plan: RunPlan, user: str) -> int | None:
+    """The shard of a user; None: any, in a table whose own files are the shards."""
+    if plan.config.inputs.self_contained:
+        return None
+    return int(shard_of([user], plan.num_shards)[0])
+
+
+def published_plan(config: RunConfig) -> RunPlan:
     """The plan of the run that readers see."""
     published = open_table(config).current()
     if published is None:
@@ -158,11 +165,20 @@ def _published(config: RunConfig) -> RunPlan:
     return load_plan(files.join(config.run.work_dir, published.run_id))
 
 
-def _why_not(plan: RunPlan, index: int, user: str) -> str:
+def _why_not(plan: RunPlan, index: int | None, user: str) -> str:
     """What the run says of a user that has no row."""
-    receipt = load_receipt(plan, shards_of(plan)[index])
-    if receipt is None:
-        return "the run's folder is gone; nothing more is known"
+    shards = shards_of(plan)
+    for shard in shards if index is None else [shards[index]]:
+        receipt = load_receipt(plan, shard)
+        if receipt is None:
+            return "the run's folder is gone; nothing more is known"
+        if (why := _why_not_in(plan, receipt, user)) is not None:
+            return why
+    return "the user is not in the users table"
+
+
+def _why_not_in(plan: RunPlan, receipt: ShardReceipt, user: str) -> str | None:
+    """What a shard says of a user that has no row; None: it does not know the user."""
     path = files.join(plan.run_dir, receipt.files["quarantine"].path)
     bad = pl.read_parquet(path).filter((pl.col("table") == "users") & (pl.col("key") == user))
     if not bad.is_empty():
@@ -170,6 +186,4 @@ def _why_not(plan: RunPlan, index: int, user: str) -> str:
         return f"quarantined by rule {row['rule']}: {row['message']} (file {row['file']})"
     outcomes = pl.read_parquet(files.join(plan.run_dir, receipt.files["outcomes"].path))
     mine = outcomes.filter(pl.col("user_id").cast(pl.String) == user)
-    if not mine.is_empty():
-        return f"nothing eligible: {mine['reason'][0]}"
-    return "the user is not in the users table"
+    return None if mine.is_empty() else f"nothing eligible: {mine['reason'][0]}"

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
@@ -24,13 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from engine.device import bind_gpu, num_cpus, visible_gpus
 from jobs.run import Progress
+from jobs.shard_worker import set_environment, start_engine, take_and_guess
 from pipelines.catalog import Catalog
 from pipelines.items import open_items
+from pipelines.prepare import prepare_run
 from pipelines.read import ShardInput
 from pipelines.read_ahead import ReadAhead
 from pipelines.run_shard import run_shard
 from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
 from schemas.runs import RunPlan, Shard
+from schemas.settings import RunConfig
 
 if TYPE_CHECKING:
     from engine.worker import Engine
@@ -51,6 +53,17 @@ class LocalLauncher:
     """Runs shards in worker processes of this machine; with 0 workers, in this process."""
 
     name = "local"
+
+    def locate(self, config: RunConfig) -> RunConfig:
+        """The configuration as it is: its inputs are files."""
+        return config
+
+    def prepare(self, plan: RunPlan, progress: Progress) -> None:
+        """Write the shards in this process."""
+        prepare_run(plan)
+
+    def published(self, plan: RunPlan, progress: Progress) -> None:
+        """Nobody else has to hear of it."""
 
     def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
         """Run the shards; the reasons of those that failed, by shard.
@@ -82,44 +95,18 @@ def _devices(plan: RunPlan, num_shards: int) -> list[_Device]:
     return [_Device(None, max(1, num_cpus() // count))] * count
 
 
-def _start_engine(plan: RunPlan, catalog: Catalog | None) -> AbstractContextManager[Engine]:
-    """The engine of this process. It loads torch: call it where the device is already bound.
-
-    Raises:
-        EngineError: a package is missing, or the engine cannot start.
-    """
-    try:
-        from engine.worker import open_engine
-    except ImportError as err:
-        raise EngineError(
-            "the engine cannot be loaded",
-            got=str(err),
-            do="Install its packages: pip install 'nightshelf[torch]'.",
-        ) from err
-    return open_engine(plan.config, catalog.trie if catalog else None)
-
-
 def _run_inline(plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
     catalog = open_items(plan)
     failed: dict[int, str] = {}
-    with _start_engine(plan, catalog) as engine, ReadAhead(plan, catalog) as ahead:
+    with start_engine(plan, catalog) as engine, ReadAhead(plan, catalog) as ahead:
         for shard, following in zip_longest(shards, shards[1:]):
             try:
-                run_shard(plan, shard, engine, catalog, progress.advance, _take(ahead, following))
+                run_shard(
+                    plan, shard, engine, catalog, progress.advance, take_and_guess(ahead, following)
+                )
             except RunError as err:
                 failed[shard.index] = str(err)
     return failed
-
-
-def _take(ahead: ReadAhead, following: Shard | None) -> Callable[[Shard], ShardInput]:
-    """Reads a shard, and then the one that probably follows while this one is scored."""
-
-    def take(shard: Shard) -> ShardInput:
-        data = ahead.take(shard)
-        ahead.guess(following)
-        return data
-
-    return take
 
 
 @dataclass(slots=True, eq=False)
@@ -289,18 +276,15 @@ def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
     """A worker's life: own the device, start the engine, run shards until the pipe closes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     bind_gpu(device.gpu)
-    os.environ.setdefault("OMP_NUM_THREADS", str(device.threads))
-    # Threads that wait must sleep: spinning ones stall each other as soon as the machine is shared.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    set_environment(device.threads)
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
         try:
             catalog = open_items(plan)
-            with _start_engine(plan, catalog) as engine, ReadAhead(plan, catalog) as ahead:
+            with start_engine(plan, catalog) as engine, ReadAhead(plan, catalog) as ahead:
                 pipe.send(("ready", None))
                 while True:
                     shard, following = pipe.recv()
-                    _run_one(plan, shard, engine, catalog, pipe, _take(ahead, following))
+                    _run_one(plan, shard, engine, catalog, pipe, take_and_guess(ahead, following))
         except NightshelfError as err:
             pipe.send(("cannot_start", err))
 

@@ -117,6 +117,7 @@ class LineProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._done = self._total = 0
+        self._step = "score"
         self._started = self._said = time.monotonic()
 
     def __enter__(self) -> LineProgress:
@@ -127,6 +128,7 @@ class LineProgress:
 
     def step(self, name: str) -> None:
         """A step of the run begins."""
+        self._step = name
         self._say(name)
 
     def start(self, users: int) -> None:
@@ -146,7 +148,8 @@ class LineProgress:
         self._report(rate, left)
 
     def _report(self, rate: float, left: float) -> None:
-        self._say(f"score {self._done}/{self._total} users, {rate:,.0f} users/s, ETA {left:,.0f} s")
+        done = f"{self._step} {self._done}/{self._total} users"
+        self._say(f"{done}, {rate:,.0f} users/s, ETA {left:,.0f} s")
 
     def note(self, message: str) -> None:
         """Something a person should know."""

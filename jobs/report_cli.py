@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from jobs.launchers import LauncherOption, open_launcher
 from jobs.options import (
     DebugOption,
     DsOption,
@@ -22,6 +23,8 @@ from jobs.options import (
 from jobs.progress import open_progress
 from jobs.run import load_manifest, only_run_of, report_of
 from jobs.steps_cli import RunIdOption, TargetArg, the_plan
+from pipelines.plan import plan_run
+from schemas.settings import RunConfig
 
 
 def report(
@@ -33,6 +36,7 @@ def report(
     run_id: RunIdOption = None,
     ds: DsOption = None,
     set_: SetOption = None,
+    launcher: LauncherOption = None,
     log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
     debug: DebugOption = False,
@@ -44,6 +48,9 @@ def report(
 
     def body() -> None:
         plan = the_plan(target, run_id, ds, set_, same_model=False)
+        if isinstance(plan, RunConfig):
+            with open_launcher(launcher, plan) as chosen:
+                plan = plan_run(chosen.locate(plan))
         with only_run_of(plan), open_progress(stderr(), log_format) as progress:
             progress.step("report")
             manifest = report_of(load_manifest(plan), users or [])

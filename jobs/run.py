@@ -17,7 +17,7 @@ from jobs.metrics import write_metrics
 from pipelines import files
 from pipelines.audit import audit_run, staged_files
 from pipelines.plan import plan_run
-from pipelines.prepare import is_prepared, prepare_run, shards_of
+from pipelines.prepare import is_prepared, shards_of
 from pipelines.profile import publish_record, published_marker
 from pipelines.publish import publish_quarantine, publish_run
 from pipelines.publish.parquet import record_path
@@ -34,7 +34,16 @@ from schemas.runs import (
 )
 from schemas.settings import RunConfig
 
-_PACKAGES = ("nightshelf", "torch", "transformers", "pyarrow", "polars", "numpy", "tokenizers")
+_PACKAGES = (
+    "nightshelf",
+    "torch",
+    "transformers",
+    "pyarrow",
+    "polars",
+    "numpy",
+    "tokenizers",
+    "pyspark",
+)
 
 
 class Progress(Protocol):
@@ -54,12 +63,23 @@ class Progress(Protocol):
 
 
 class Launcher(Protocol):
-    """Gets every shard a receipt, or says why not."""
+    """Where the work of a run is done. Its heart is `launch`; the others are the steps beside it
+    that some launchers can share out too.
+    """
+
+    def locate(self, config: RunConfig) -> RunConfig:
+        """The configuration with every input as files."""
+
+    def prepare(self, plan: RunPlan, progress: Progress) -> None:
+        """Write the catalog, the candidate sets and the shards; what is there already is kept."""
+
+    def published(self, plan: RunPlan, progress: Progress) -> None:
+        """The run's rows are visible now."""
 
     name: str  # as the manifest says it
 
     def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
-        """Run the shards; the reasons of those that failed, by shard."""
+        """Get every shard a receipt; the reasons of those that failed, by shard."""
 
 
 def manifest_path(run_dir: str) -> str:
@@ -81,12 +101,12 @@ def run_job(config: RunConfig, launcher: Launcher, progress: Progress) -> RunMan
     """
     clock = Clock()
     progress.step("plan")
-    plan = plan_run(config)
+    plan = plan_run(launcher.locate(config))
     with only_run_of(plan):
-        prepare_step(plan, progress)
+        prepare_step(plan, launcher, progress)
         score_step(plan, launcher, progress, clock)
         audit_step(plan, progress, clock)
-        return publish_step(plan, progress, clock)
+        return publish_step(plan, launcher, progress, clock)
 
 
 def lock_path(plan: RunPlan) -> str:
@@ -113,11 +133,11 @@ def only_run_of(plan: RunPlan) -> Iterator[None]:
         ) from None
 
 
-def prepare_step(plan: RunPlan, progress: Progress) -> None:
+def prepare_step(plan: RunPlan, launcher: Launcher, progress: Progress) -> None:
     """Write the plan, the catalog and the shards; what is there already is kept."""
     files.write_json(plan_path(plan.run_dir), plan.model_dump(mode="json"))
     progress.step("prepare")
-    prepare_run(plan)
+    launcher.prepare(plan, progress)
 
 
 def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clock) -> None:
@@ -177,7 +197,9 @@ def audit_step(plan: RunPlan, progress: Progress, clock: Clock) -> AuditReport:
     return audit
 
 
-def publish_step(plan: RunPlan, progress: Progress, clock: Clock) -> RunManifest:
+def publish_step(
+    plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clock
+) -> RunManifest:
     """Publish a run that its audit let pass.
 
     Raises:
@@ -198,6 +220,7 @@ def publish_step(plan: RunPlan, progress: Progress, clock: Clock) -> RunManifest
     published = publish_run(plan, receipts)
     quarantine = publish_quarantine(plan, receipts)
     files.write_json(published_marker(plan.run_dir), publish_record(plan, time.time()))
+    launcher.published(plan, progress)
     return _write_manifest(
         plan,
         clock,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from jobs.launch_local import LocalLauncher
+from jobs.launchers import LauncherOption, open_launcher
 from jobs.options import (
     DebugOption,
     DsOption,
@@ -30,6 +30,7 @@ from jobs.printing import print_summary
 from jobs.progress import AnyProgress, open_progress
 from jobs.run import (
     Clock,
+    Launcher,
     audit_step,
     last_audit,
     load_plan,
@@ -65,8 +66,8 @@ def the_plan(
     set_: list[str] | None,
     *,
     same_model: bool = True,
-) -> RunPlan:
-    """The plan of a run folder, of a run id, or of a configuration as it is now.
+) -> RunPlan | RunConfig:
+    """The plan of a run folder or of a run id; or a configuration, which is to be planned.
 
     Args:
         same_model: insist that the model is the one that was planned with.
@@ -81,7 +82,7 @@ def the_plan(
     else:
         config = load_config(target, overrides=set_, ds=ds)
         if run_id is None:
-            return plan_run(config)
+            return config
         plan = load_plan(files.join(config.run.work_dir, run_id))
         changes = _changes(plan, config, set_ or [])
     if ds is not None and ds != plan.ds:
@@ -117,7 +118,7 @@ def _at(settings: Any, key: list[str]) -> Any:
     return settings
 
 
-Step = Callable[[RunPlan, AnyProgress, Output], None]
+Step = Callable[[RunPlan, Launcher, AnyProgress, Output], None]
 
 
 def _command(name: str, step: Step, words: str) -> None:
@@ -128,14 +129,20 @@ def _command(name: str, step: Step, words: str) -> None:
         run_id: RunIdOption = None,
         ds: DsOption = None,
         set_: SetOption = None,
+        launcher: LauncherOption = None,
         log_format: LogFormatOption = LogFormat.text,
         output: OutputOption = Output.text,
         debug: DebugOption = False,
     ) -> None:
         def body() -> None:
-            plan = the_plan(target, run_id, ds, set_)
-            with only_run_of(plan), open_progress(stderr(), log_format) as progress:
-                step(plan, progress, output)
+            found = the_plan(target, run_id, ds, set_)
+            config = found if isinstance(found, RunConfig) else found.config
+            with open_launcher(launcher, config) as chosen:
+                plan = found
+                if isinstance(plan, RunConfig):
+                    plan = plan_run(chosen.locate(plan))
+                with only_run_of(plan), open_progress(stderr(), log_format) as progress:
+                    step(plan, chosen, progress, output)
 
         guard(body, output, debug, log_format)
 
@@ -149,19 +156,19 @@ def _say(output: Output, **result: object) -> None:
         stdout().print(", ".join(f"{k} {v}" for k, v in result.items()), highlight=False)
 
 
-def _prepare(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
-    prepare_step(plan, progress)
+def _prepare(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Output) -> None:
+    prepare_step(plan, launcher, progress)
     about = {"run_id": plan.run_id, "status": "prepared", "shards": plan.num_shards}
     _say(output, **about, run_dir=plan.run_dir)
 
 
-def _score(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
-    score_step(plan, LocalLauncher(), progress, Clock())
+def _score(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Output) -> None:
+    score_step(plan, launcher, progress, Clock())
     rows = sum(receipt.counts.rows_staged for receipt in receipts_of(plan))
     _say(output, run_id=plan.run_id, status="scored", rows=rows, run_dir=plan.run_dir)
 
 
-def _audit(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
+def _audit(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Output) -> None:
     try:
         _print_audit(audit_step(plan, progress, Clock()), output)
     except AuditRefusedError:
@@ -169,8 +176,8 @@ def _audit(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
         raise
 
 
-def _publish(plan: RunPlan, progress: AnyProgress, output: Output) -> None:
-    print_summary(publish_step(plan, progress, Clock()), output)
+def _publish(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Output) -> None:
+    print_summary(publish_step(plan, launcher, progress, Clock()), output)
 
 
 _command("prepare", _prepare, "Plan a run and write its shards.\n\nPrints the run's id and folder.")

@@ -12,6 +12,7 @@ from rich.table import Table
 from jobs.backfill import Day, Reprocess, as_records, days_between
 from jobs.backfill import backfill as run_backfill
 from jobs.cleanup import clean_up
+from jobs.launchers import LauncherOption
 from jobs.options import (
     ConfigArg,
     DebugOption,
@@ -49,6 +50,7 @@ def backfill(
     ] = Reprocess.none,
     max_active: Annotated[int, typer.Option(min=1, help="Days at once.")] = 1,
     backwards: Annotated[bool, typer.Option("--backwards", help="Latest day first.")] = False,
+    launcher: LauncherOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
     set_: SetOption = None,
     output: OutputOption = Output.text,
@@ -69,6 +71,7 @@ def backfill(
             max_active=max_active,
             dry_run=dry_run,
             done=lambda day: progress.print(f"{day.ds} {day.state}", highlight=False),
+            launcher=launcher,
         )
         _print_days(days, output)
         failed = [day.ds for day in days if day.state == "failed"]

@@ -8,12 +8,12 @@ import numpy as np
 import polars as pl
 import pyarrow.compute as pc
 
-from pipelines import files
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
 from pipelines.items import open_items
 from pipelines.prepare import shards_of
 from pipelines.read import eligibility_columns
+from pipelines.shard_table import read_shard_table
 from schemas.runs import RunPlan, Shard, ShardReceipt
 from schemas.tables import EXCLUDED_LIST
 
@@ -61,8 +61,10 @@ class RowGates:
         ).height
         known = pl.col("item_id").is_in(self._items.implode())
         bad["catalog_validity"] += rows.filter(~known).height
+        users = pl.from_arrow(read_shard_table(self._plan, shard))
+        assert isinstance(users, pl.DataFrame), "a table is a frame"
         excluded = (
-            pl.read_parquet(shard.path, columns=["user_id", EXCLUDED_LIST])
+            users.select("user_id", EXCLUDED_LIST)
             .explode(EXCLUDED_LIST)
             .drop_nulls()
             .rename({EXCLUDED_LIST: "item_id"})
@@ -77,7 +79,7 @@ def _ineligible(plan: RunPlan, shard: Shard, rows: pl.DataFrame, catalog: Catalo
     rule = plan.config.task.eligible
     if rule is None or rows.is_empty():
         return 0
-    users = files.read_parquet(shard.path)
+    users = read_shard_table(plan, shard)
     at = pc.index_in(rows["user_id"].to_arrow().cast(users["user_id"].type), users["user_id"])
     item = catalog.positions(rows["item_id"].to_arrow().cast(catalog.item_ids.type))
     allowed = eligible_items(rule, eligibility_columns(rule, users.take(at)), catalog.table)

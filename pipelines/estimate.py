@@ -112,6 +112,8 @@ def _segment_tokens(
 def _candidates(plan: RunPlan) -> int:
     """Candidates of all users together."""
     table = plan.inputs.get("candidates")
+    if table is None and plan.config.inputs.self_contained and plan.config.task.uses_candidates:
+        table = plan.inputs["users"]
     if table is None:
         return 0
     head = files.read_head(table.files[0].path, _SAMPLE)

@@ -136,7 +136,9 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
     try:
         info = fs.info(inside)
         if info["size"] == 0:
-            raise TableError(f"{table}: the file is empty (0 bytes)", where=path)
+            raise TableError(
+                f"{table}: the file is empty (0 bytes)", expected="a Parquet file", where=path
+            )
         with fs.open(inside, "rb") as handle:
             parquet = pq.ParquetFile(handle)
             rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
@@ -167,13 +169,34 @@ def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np
 
 
 @retried
-def read_head(path: str, rows: int) -> pa.Table:
+def column_range(path: str, column: str) -> tuple[Any, Any] | None:
+    """Smallest and largest value of a column by the file's statistics; None where they are silent.
+
+    Bounds hold even where a writer cut long texts short.
+    """
+    fs, inside = filesystem(path)
+    with fs.open(inside, "rb") as handle:
+        footer = pq.ParquetFile(handle, pre_buffer=False).metadata
+    at = footer.schema.names.index(column)
+    groups = (footer.row_group(i).column(at) for i in range(footer.num_row_groups))
+    ranges = []
+    for group in groups:
+        found = group.statistics
+        if found is None or not found.has_min_max:
+            return None
+        ranges.append((found.min, found.max))
+    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
+
+
+@retried
+def read_head(path: str, rows: int, columns: list[str] | None = None) -> pa.Table:
     """The first rows of a Parquet file, at most as many."""
     fs, inside = filesystem(path)
     with fs.open(inside, "rb") as handle:
         parquet = pq.ParquetFile(handle, pre_buffer=False)
         # Without threads: one that still reads ahead when the process ends takes it down.
-        batch = next(parquet.iter_batches(batch_size=rows, use_threads=False), None)
+        batches = parquet.iter_batches(batch_size=rows, columns=columns, use_threads=False)
+        batch = next(batches, None)
         schema = parquet.schema_arrow
     return schema.empty_table() if batch is None else pa.Table.from_batches([batch])
 

@@ -7,12 +7,18 @@ bounded by a shard and never by the input. Rows of a shard are sorted by `user_i
 
 Two shapes of candidates are not per user: a set per segment, and one set shared by all. They are
 written once, beside the shards, and joined when a shard is read.
+
+With `inputs.self_contained` the files of the users table are the shards, and nothing is joined.
 """
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import polars as pl
@@ -23,24 +29,31 @@ from numpy.typing import NDArray
 from pipelines import files
 from pipelines.catalog import is_saved
 from pipelines.items import catalog_dir, read_items
-from schemas.eligibility import user_columns
+from pipelines.shard_columns import (
+    ROW,
+    id_dtype,
+    mark_duplicates,
+    scan,
+    shape_of_candidates,
+    shard_columns,
+    shard_dtype,
+    to_arrow,
+    users_columns,
+)
+from pipelines.users_once import check_users_once
 from schemas.runs import RunPlan, Shard
 from schemas.tables import (
     CANDIDATE_LIST,
     DUPLICATE,
-    ELIGIBILITY,
     EXCLUDED_LIST,
     FILE,
     ID_TYPES,
-    K_COLUMN,
-    LABELS_COLUMN,
     CandidateShape,
-    candidate_shape,
-    users_contract,
 )
 
 SHARD_SEED = 42
-_ROW, _SHARD, _FILE = "__row", "__shard", "__file"
+SHARD = "__shard"  # where a row of a table goes
+_FILE = "__file"
 
 
 def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
@@ -59,6 +72,8 @@ def candidate_sets_path(plan: RunPlan) -> str:
 
 def shards_of(plan: RunPlan) -> list[Shard]:
     """The shards of a run, in order."""
+    if plan.config.inputs.self_contained:
+        return [Shard(index=i, path=file.path) for i, file in enumerate(plan.inputs["users"].files)]
     return [
         Shard(index=i, path=files.join(plan.run_dir, "shards", f"shard-{i:05d}.parquet"))
         for i in range(plan.num_shards)
@@ -68,6 +83,8 @@ def shards_of(plan: RunPlan) -> list[Shard]:
 def is_prepared(plan: RunPlan) -> bool:
     """Whether the run's shards are all there."""
     there = set(files.list_names(files.join(plan.run_dir, "shards")))
+    if plan.config.inputs.self_contained:
+        return "_done" in there
     return {"_done", *(shard.path.rpartition("/")[2] for shard in shards_of(plan))} <= there
 
 
@@ -76,90 +93,114 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
 
     Raises:
         CatalogError: an item or its semantic ID cannot be used.
+        TableError: with `inputs.self_contained`, a user stands in two files.
     """
-    if "catalog" in plan.inputs and not is_saved(catalog_dir(plan)):
-        paths = [file.path for file in plan.inputs["catalog"].files]
-        read_items(plan.config, paths).save(catalog_dir(plan))
+    prepare_items(plan)
     shards = shards_of(plan)
     if is_prepared(plan):
         return shards
-    spill = Path(files.join(plan.run_dir, "spill"))
-    shutil.rmtree(spill, ignore_errors=True)
-    shape = _candidate_shape(plan)
-    _split(plan, "users", _users_columns(plan), spill)
-    if shape in ("long", "wide"):
-        _split(plan, "candidates", {"item_id" if shape == "long" else "item_ids": "item"}, spill)
-    elif shape is not None:
-        _write_candidate_sets(plan, shape)
-    if "exclusions" in plan.inputs:
-        _split(plan, "exclusions", {"item_id": "item"}, spill)
-    for shard in shards:
-        files.write_parquet(shard.path, _join_shard(plan, shape, spill, shard), sorted_by="user_id")
-    files.write_bytes(files.join(plan.run_dir, "shards", "_done"), b"")
-    shutil.rmtree(spill, ignore_errors=True)
+    prepare_candidate_sets(plan)
+    if plan.config.inputs.self_contained:
+        check_users_once(plan)
+    else:
+        _write_shards(plan, shards)
+    mark_prepared(plan)
     return shards
 
 
-def _candidate_shape(plan: RunPlan) -> CandidateShape | None:
-    table = plan.inputs.get("candidates")
-    if table is None:
-        return None
-    _, schema = files.describe_file(table.files[0].path, "candidates")
-    return candidate_shape(schema, table.files[0].path)
+def _write_shards(plan: RunPlan, shards: list[Shard]) -> None:
+    with spill_folder(plan) as spill:
+        for name, columns in tables_to_split(plan).items():
+            _split(plan, name, columns, spill)
+        for shard in shards:
+            write_shard(plan, shard, partial(_spilled, spill, shard))
 
 
-def _users_columns(plan: RunPlan) -> dict[str, str]:
-    """Columns to keep of the users table and what each holds."""
-    template = plan.config.prompt.parsed
-    kinds = {"user_id": "user", "embedding": "plain", "history": "item", "user_sid": "plain"}
-    contract = users_contract(template, by_segment=_candidate_shape(plan) == "segment")
-    names = [column.name for column in contract.columns]
-    out = {name: kinds.get(name, "text") for name in names if name != "user_id"}
-    if plan.config.task.k_column is not None:
-        out[K_COLUMN] = "k"
-    if plan.config.task.label is not None and plan.config.task.label.labels_column is not None:
-        out[LABELS_COLUMN] = "as it is"
-    rule = plan.config.task.eligible
-    if rule is not None:  # beside a text copy the prompt may want: these keep their type
-        out |= {ELIGIBILITY + name: "as it is" for name in user_columns(rule)}
-    return out
+def prepare_items(plan: RunPlan) -> None:
+    """Write the catalog, unless it is there already."""
+    if "catalog" in plan.inputs and not is_saved(catalog_dir(plan)):
+        paths = [file.path for file in plan.inputs["catalog"].files]
+        read_items(plan.config, paths).save(catalog_dir(plan))
 
 
-def _id_dtype(kind: str) -> pl.DataType:
-    return pl.String() if kind == "string" else pl.Int64()
+def prepare_candidate_sets(plan: RunPlan) -> None:
+    """Write the candidate sets that are not per user, where there are such."""
+    shape = shape_of_candidates(plan)
+    if shape in ("segment", "shared"):
+        _write_candidate_sets(plan, shape)
 
 
-def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
-    """Stream one table, file after file, into one folder per shard.
+def tables_to_split(plan: RunPlan) -> dict[str, dict[str, str]]:
+    """The tables whose rows go to the shard of their user: columns to keep, what each holds."""
+    tables = {"users": users_columns(plan)}
+    shape = shape_of_candidates(plan)
+    if shape in ("long", "wide"):
+        tables["candidates"] = {"item_id" if shape == "long" else "item_ids": "item"}
+    if "exclusions" in plan.inputs:
+        tables["exclusions"] = {"item_id": "item"}
+    return tables
 
-    Every file is cast by its own schema before files are joined: the first file's types decide
-    nothing.
+
+def write_shard(plan: RunPlan, shard: Shard, rows_of: Callable[[str], pl.DataFrame | None]) -> int:
+    """Join and write one shard; the number of its rows. `rows_of` a table gives the shard's rows as
+    `split_frames` selects them, with their row numbers; None where it has none.
+    """
+    table = _join_shard(plan, shape_of_candidates(plan), rows_of)
+    files.write_parquet(shard.path, table, sorted_by="user_id")
+    return len(table)
+
+
+def mark_prepared(plan: RunPlan) -> None:
+    """Every shard is written."""
+    files.write_bytes(files.join(plan.run_dir, "shards", "_done"), b"")
+
+
+@contextmanager
+def spill_folder(plan: RunPlan) -> Iterator[Path]:
+    """A folder of this machine for what is split, empty; it goes with the block."""
+    local = files.local_path(files.join(plan.run_dir, "spill"))
+    if local is None:
+        with TemporaryDirectory(prefix="nightshelf-spill-") as folder:
+            yield Path(folder)
+        return
+    shutil.rmtree(local, ignore_errors=True)
+    yield Path(local)
+    shutil.rmtree(local, ignore_errors=True)
+
+
+def split_frames(plan: RunPlan, name: str, columns: dict[str, str]) -> list[pl.LazyFrame]:
+    """The files of one table, each cast by its own schema before they are joined: the first file's
+    types decide nothing.
     """
     frames = []
     for file in plan.inputs[name].files:
-        frame = pl.scan_parquet(file.path, glob=False, hive_partitioning=False)
-        schema = frame.collect_schema()
-        chosen = [pl.col("user_id").cast(_id_dtype(plan.user_id_type))]
-        for column, kind in columns.items():
-            source = _source(plan, column)
-            chosen.append(_column(column, source, kind, schema[source], plan.item_id_type))
-        frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
-    num_shards = plan.num_shards
+        frame = shard_columns(plan, scan(file.path), columns)
+        frames.append(frame.with_columns(pl.lit(file.path).alias(_FILE)))
+    return frames
+
+
+def shard_column(num_shards: int) -> pl.Expr:
+    """The shard of each row, as column `__shard`."""
 
     def assign(ids: pl.Series) -> pl.Series:
         return pl.Series(shard_of(ids.to_list(), num_shards))
 
-    shard = (
+    return (
         pl.col("user_id")
         .cast(pl.String)
         .map_batches(assign, return_dtype=pl.Int32, is_elementwise=True)
+        .alias(SHARD)
     )
+
+
+def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
+    """Stream one table, file after file, into one folder per shard."""
     frame = (
-        pl.concat(frames, how="vertical_relaxed")
-        .with_row_index(_ROW)
-        .with_columns(shard.alias(_SHARD))
+        pl.concat(split_frames(plan, name, columns), how="vertical_relaxed")
+        .with_row_index(ROW)
+        .with_columns(shard_column(plan.num_shards))
     )
-    target = pl.PartitionBy(str(spill / name), key=_SHARD, include_key=False)
+    target = pl.PartitionBy(str(spill / name), key=SHARD, include_key=False)
     # One row group per shard is open while the table streams: the more shards, the smaller the
     # groups, so that memory stays flat. Rows with lists are large; those of a long table are not.
     listed = any(isinstance(dtype, pl.List) for dtype in frame.collect_schema().dtypes())
@@ -168,64 +209,40 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
         mkdir=True,
         compression="lz4",
         engine="streaming",
-        row_group_size=max(64, (50_000 if listed else 1_600_000) // num_shards),
+        row_group_size=max(64, (50_000 if listed else 1_600_000) // plan.num_shards),
     )
 
 
-def _source(plan: RunPlan, name: str) -> str:
-    """The users column behind a shard column."""
-    if name == K_COLUMN:
-        assert plan.config.task.k_column is not None, "a shard has a k only if it is configured"
-        return plan.config.task.k_column
-    if name == LABELS_COLUMN:
-        label = plan.config.task.label
-        assert label is not None, "a shard has labels only if they are asked for"
-        assert label.labels_column is not None, "a shard has labels only if it is configured"
-        return label.labels_column
-    return name.removeprefix(ELIGIBILITY)
-
-
-def _column(name: str, source: str, kind: str, found: pl.DataType, item_id_type: str) -> pl.Expr:
-    """One input column in the type its shard column has."""
-    column = pl.col(source)
-    if isinstance(found, pl.Array):
-        column = column.arr.to_list()
-    dtype = _shard_dtype(name, kind, found, _id_dtype(item_id_type))
-    return column.cast(dtype).alias(name)
-
-
-def _spilled(spill: Path, name: str, shard: Shard) -> pl.DataFrame | None:
-    folder = spill / name / f"{_SHARD}={shard.index}"
+def _spilled(spill: Path, shard: Shard, name: str) -> pl.DataFrame | None:
+    folder = spill / name / f"{SHARD}={shard.index}"
     found = sorted(folder.glob("*.parquet")) if folder.exists() else []
     if not found:
         return None
     return pl.read_parquet(found, hive_partitioning=False)
 
 
-def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard: Shard) -> pa.Table:
+def _join_shard(
+    plan: RunPlan, shape: CandidateShape | None, rows_of: Callable[[str], pl.DataFrame | None]
+) -> pa.Table:
     """One shard: users sorted by id, each with its candidates and exclusions.
 
     A user that stands twice keeps both rows, the later one marked and without lists. Candidates of
     users that are not in the users table come as rows without a file.
     """
-    item = _id_dtype(plan.item_id_type)
-    columns = _users_columns(plan)
-    users = _spilled(spill, "users", shard)
+    item = id_dtype(plan.item_id_type)
+    columns = users_columns(plan)
+    users = rows_of("users")
     if users is None:
         users = pl.DataFrame(
             schema={
-                "user_id": _id_dtype(plan.user_id_type),
-                _ROW: pl.get_index_type(),
+                "user_id": id_dtype(plan.user_id_type),
+                ROW: pl.get_index_type(),
                 _FILE: pl.String(),
-                **{n: _shard_dtype(n, kind, pl.List(item), item) for n, kind in columns.items()},
+                **{n: shard_dtype(n, kind, pl.List(item), item) for n, kind in columns.items()},
             }
         )
-    users = users.sort("user_id", _ROW, nulls_last=True).with_columns(
-        (pl.int_range(pl.len()).over("user_id") > 0).alias(DUPLICATE)
-        & pl.col("user_id").is_not_null()
-    )
-    users = users.rename({_FILE: FILE})
-    candidates = _lists(_spilled(spill, "candidates", shard), shape)
+    users = mark_duplicates(users.rename({_FILE: FILE}))
+    candidates = _lists(rows_of("candidates"), shape)
     if candidates is not None:
         users = users.with_columns(pl.col(DUPLICATE).not_().alias("__first"))
         candidates = candidates.with_columns(pl.lit(value=True).alias("__first"))
@@ -235,31 +252,17 @@ def _join_shard(plan: RunPlan, shape: CandidateShape | None, spill: Path, shard:
         users = users.with_columns(pl.col(DUPLICATE).fill_null(value=False)).drop("__first")
     else:
         users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias(CANDIDATE_LIST))
-    excluded = _lists(_spilled(spill, "exclusions", shard), "long")
+    excluded = _lists(rows_of("exclusions"), "long")
     if excluded is not None:
         users = users.join(
             excluded.rename({CANDIDATE_LIST: EXCLUDED_LIST}), on="user_id", how="left"
         )
     else:
         users = users.with_columns(pl.lit(None, dtype=pl.List(item)).alias(EXCLUDED_LIST))
-    users = users.sort("user_id", _ROW, nulls_last=True).drop(_ROW)
-    return _to_arrow(
-        plan, users.select("user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST)
+    users = users.sort("user_id", ROW, nulls_last=True).drop(ROW)
+    return to_arrow(
+        users.select("user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST)
     )
-
-
-def _shard_dtype(name: str, kind: str, found: pl.DataType, item: pl.DataType) -> pl.DataType:
-    if kind == "item":
-        return pl.List(item) if isinstance(found, (pl.List, pl.Array)) else item
-    if kind == "text":
-        return pl.String()
-    if kind == "k":
-        return pl.Int64()
-    if kind == "as it is":
-        if isinstance(found, (pl.Array, pl.List)):
-            return pl.List(pl.String() if isinstance(found.inner, pl.Categorical) else found.inner)
-        return pl.String() if isinstance(found, pl.Categorical) else found
-    return pl.List(pl.Int64() if name == "user_sid" else pl.Float32())
 
 
 def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataFrame | None:
@@ -267,27 +270,10 @@ def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataF
     if frame is None:
         return None
     column = "item_ids" if shape == "wide" else "item_id"
-    frame = frame.sort(_ROW)
+    frame = frame.sort(ROW)
     if shape == "wide":
         frame = frame.explode(column, empty_as_null=False, keep_nulls=False)
     return frame.group_by("user_id", maintain_order=True).agg(pl.col(column).alias(CANDIDATE_LIST))
-
-
-def _to_arrow(plan: RunPlan, users: pl.DataFrame) -> pa.Table:
-    """Arrow with the plain types a shard file has: no large_string, no large_list."""
-    table = users.to_arrow()
-    fields = []
-    for field in table.schema:
-        dtype = field.type
-        if pa.types.is_large_list(dtype) or pa.types.is_list(dtype):
-            inner = dtype.value_type
-            inner = pa.string() if pa.types.is_large_string(inner) else inner
-            inner = pa.string() if pa.types.is_string_view(inner) else inner
-            dtype = pa.list_(inner)
-        elif pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype):
-            dtype = pa.string()
-        fields.append(pa.field(field.name, dtype))
-    return table.cast(pa.schema(fields))
 
 
 def _write_candidate_sets(plan: RunPlan, shape: CandidateShape) -> None:

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines import files
 from pipelines.candidates import positions, read_candidates, unused_of_shared
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
+from pipelines.shard_table import read_shard_table
 from pipelines.validate import QuarantinedRow, UnknownItems, UserCheck, ragged
 from schemas.eligibility import Expression, user_columns
 from schemas.requests import CandidateSets, Eligibility, Ints, Labels, Ragged, UserBatch
@@ -52,7 +52,7 @@ def read_shard(plan: RunPlan, shard: Shard, catalog: Catalog | None) -> ShardInp
     Raises:
         StorageError: the shard file is missing or damaged.
     """
-    table = files.read_parquet(shard.path)
+    table = read_shard_table(plan, shard)
     is_user = table.column(FILE).is_valid().to_numpy()
     strays = table.filter(pa.array(~is_user))
     table = table.filter(pa.array(is_user))
@@ -145,7 +145,8 @@ def _to_batch(
         )
         counts = counts + added
     texts = {
-        name: _texts(table.column(name), plan.config.prompt.null_text) for name in template.columns
+        name: texts_of(table.column(name), plan.config.prompt.null_text)
+        for name in template.columns
     }
     users = UserBatch(
         num_users=len(table),
@@ -185,7 +186,8 @@ def eligibility_columns(rule: Expression, shard: pa.Table) -> pa.Table:
     return pa.table(columns) if columns else shard.select(["user_id"])
 
 
-def _texts(column: pa.ChunkedArray, null_text: str | None) -> list[str]:
+def texts_of(column: pa.ChunkedArray, null_text: str | None) -> list[str]:
+    """A column as a prompt writes it."""
     filled = column.cast(pa.string())  # a user_id may be a number
     filled = filled if null_text is None else pc.fill_null(filled, null_text)
     texts: list[str] = filled.to_pylist()

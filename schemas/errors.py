@@ -13,6 +13,7 @@ NightshelfError                 1   something we did not foresee, still said in 
 │       └── ConflictError       4   somebody else changed the same partition meanwhile
 ├── EngineError                 5   the engine cannot start
 └── AuditRefusedError           6   a gate refused; what was published before stays
+    └── ComparisonRefusedError  6   two runs differ by more than was allowed
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ class NightshelfError(Exception):
         got: str | None = None,
         where: str | None = None,
         do: str | None = None,
+        field: str | None = None,
     ) -> None:
         self.what, self.expected, self.got, self.where, self.do = what, expected, got, where, do
+        self.field = field  # the setting or the column it is about, where one can be named
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -63,7 +66,8 @@ class NightshelfError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions cross process borders; the default loses keyword-only arguments.
-        return (_rebuild, (type(self), self.what, self.expected, self.got, self.where, self.do))
+        facts = (self.what, self.expected, self.got, self.where, self.do, self.field)
+        return (_rebuild, (type(self), *facts))
 
     def as_json(self) -> dict[str, str | int | None]:
         """The error as the command line prints it with `--output json`."""
@@ -77,8 +81,9 @@ def _rebuild(
     got: str | None,
     where: str | None,
     do: str | None,
+    field: str | None,
 ) -> NightshelfError:
-    return cls(what, expected=expected, got=got, where=where, do=do)
+    return cls(what, expected=expected, got=got, where=where, do=do, field=field)
 
 
 class ConfigError(NightshelfError):
@@ -147,3 +152,9 @@ class AuditRefusedError(NightshelfError):
     """An audit gate refused to publish the run."""
 
     exit_code, kind = 6, "audit"
+
+
+class ComparisonRefusedError(AuditRefusedError):
+    """Two runs differ by more than the limits of `nightshelf compare` allow."""
+
+    kind = "comparison"

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictInt,
     StrictStr,
+    ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -45,6 +49,8 @@ LimitedGate = Literal[
 Positive = Annotated[int, Field(ge=1, strict=True)]  # true is no number
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
+TABLES = ("users", "catalog", "candidates", "exclusions")
+LENIENT = "lenient"  # validation context: settings that do not fit together are left to `conflicts`
 _LONGEST_NAME = 150  # of a surface; file names take 255 bytes and hold more than it
 _DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
 _SECRET_KEY = re.compile(
@@ -137,18 +143,62 @@ class PromptSettings(_Section):
         return parse_template(self.template)
 
 
-class InputSettings(_Section):
-    """Where the tables are: a Parquet file, a folder of them, or a glob."""
+TABLE = "table:"  # how an input says that it is a table of Spark's catalog, and no path
 
-    users: str = Field(description="user_id and what the template names")
-    catalog: str | None = Field(
+
+def _table_name(value: Any) -> Any:
+    """`{table: db.users}` as text, `table:db.users`."""
+    if not isinstance(value, dict):
+        return value
+    name = value.get("table")
+    if set(value) != {"table"} or not isinstance(name, str) or not name.strip():
+        raise ValueError("must be a path, or {table: NAME} for a table of Spark's catalog")
+    return TABLE + name.strip()
+
+
+_TABLE_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"table": {"type": "string"}},
+            "required": ["table"],
+            "additionalProperties": False,
+        },
+    ]
+}
+Input = Annotated[str, BeforeValidator(_table_name), WithJsonSchema(_TABLE_SCHEMA)]
+
+
+class InputSettings(_Section):
+    """Where the tables are: a Parquet file, a folder of them, or a glob; with Spark also
+    `{table: db.users}`, a table of its catalog."""
+
+    users: Input = Field(description="user_id and what the template names")
+    catalog: Input | None = Field(
         None,
         description="item_id, sid; optional popularity, title, text; only embed can do without",
     )
-    candidates: str | None = Field(
+    candidates: Input | None = Field(
         None, description="Items to score, for task.score and task.label"
     )
-    exclusions: str | None = Field(None, description="user_id, item_id: never recommended")
+    exclusions: Input | None = Field(None, description="user_id, item_id: never recommended")
+    self_contained: bool = Field(
+        False,
+        description="The users table's files are the shards, with item_ids (candidates) and "
+        "excluded_item_ids in columns; nothing is joined",
+    )
+
+    @property
+    def paths(self) -> dict[str, str | None]:
+        """Where each table is."""
+        return {name: getattr(self, name) for name in TABLES}
+
+    @property
+    def tables(self) -> dict[str, str]:
+        """Inputs that are tables of Spark's catalog, by their names there."""
+        named = {name: at for name, at in self.paths.items() if at and at.startswith(TABLE)}
+        return {name: value.removeprefix(TABLE) for name, value in named.items()}
 
 
 class ScoreSettings(_Section):
@@ -219,6 +269,7 @@ class GenerateSettings(_Section):
                 f"task.generate.width is too {'short' if len(self.width) < num_levels else 'long'}",
                 expected=f"one number, or {num_levels - 1} (levels of the SID space - 1)",
                 got=quoted(list(self.width)),
+                field="task.generate.width",
             )
         return (*self.width, self.width[-1])
 
@@ -305,10 +356,14 @@ class OutputSettings(_Section):
                     f"output.{name} is for Iceberg",
                     expected="output.format: iceberg",
                     got=self.format,
+                    field=f"output.{name}",
                 )
         if len(parts := self.table_name.split(".")) < 2 or not all(parts):
             raise ConfigError(
-                "output.table names no table", expected="namespace.table", got=quoted(self.table)
+                "output.table names no table",
+                expected="namespace.table",
+                got=quoted(self.table),
+                field="output.table",
             )
         return self
 
@@ -321,6 +376,7 @@ class OutputSettings(_Section):
                     f"output.catalog.{key} is not one value",
                     expected="a string, number or boolean",
                     got=type(value).__name__,
+                    field="output.catalog",
                 )
             named_so = _SECRET_KEY.search(str(key)) and not isinstance(value, bool)
             if named_so or _SECRET_VALUE.search(str(value)):
@@ -329,6 +385,7 @@ class OutputSettings(_Section):
                     expected="no secrets: the configuration is kept with every run",
                     do="Set it in the environment (PYICEBERG_CATALOG__NAME__KEY) or in "
                     ".pyiceberg.yaml, and give the catalog's name here: catalog: {name: NAME}.",
+                    field="output.catalog",
                 )
         return catalog
 
@@ -336,10 +393,15 @@ class OutputSettings(_Section):
 class RunSettings(_Section):
     """How a run is cut up and launched."""
 
-    work_dir: str = Field("runs", description="Folder of run folders")
+    work_dir: str = Field("runs", description="Folder of run folders; all workers must see it")
+    launcher: Literal["local", "spark"] = Field(
+        "local", description="Who runs the shards: processes of this machine, or Spark executors"
+    )
     shard_users: Positive = Field(5000, description="Users per shard, about")
     workers: Annotated[int, Field(ge=0, strict=True)] | Literal["auto"] = Field(
-        "auto", description="Worker processes; auto: one per GPU, else one; 0: in this process"
+        "auto",
+        description="Worker processes of the local launcher; auto: one per GPU, else one; 0: in "
+        "this process",
     )
     max_attempts: Positive = Field(3, description="Tries of a shard whose worker dies")
     shard_timeout_s: Annotated[float, Field(gt=0)] = Field(
@@ -354,6 +416,37 @@ class RunSettings(_Section):
     price_per_hour: Annotated[float, Field(ge=0)] | None = Field(
         None, description="Price of one device for an hour; for the cost in the summary"
     )
+
+
+class SparkSettings(_Section):
+    """How a run uses Spark, beside Spark's own configuration. See docs/spark.md."""
+
+    prepare: Literal["driver", "executors"] = Field(
+        "driver", description="Who writes the shards: the driver alone, or a Spark job"
+    )
+    resource: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")] = Field(
+        "gpu", description="Name of the resource that holds GPU addresses"
+    )
+    profile: Literal["none", "task", "executor"] = Field(
+        "none",
+        description="ResourceProfile of the scoring stage. task: its tasks ask for the GPUs; "
+        "executor: executors of their own, with dynamic allocation",
+    )
+    discovery_script: str | None = Field(
+        None, description="GPU discovery script of executors that profile: executor asks for"
+    )
+    register_table: str | None = Field(
+        None, description="Table of Spark's catalog that a publish adds its partition to"
+    )
+
+    @model_validator(mode="after")
+    def _script(self) -> SparkSettings:
+        if self.discovery_script is not None and self.profile != "executor":
+            raise ValueError(
+                "spark.discovery_script is for spark.profile: executor; elsewhere it is set by "
+                "spark.executor.resource.gpu.discoveryScript"
+            )
+        return self
 
 
 class AuditSettings(_Section):
@@ -426,6 +519,7 @@ class RunConfig(_Section):
     task: TaskSettings
     output: OutputSettings
     run: RunSettings = RunSettings()  # type: ignore[call-arg]
+    spark: SparkSettings = SparkSettings()  # type: ignore[call-arg]
     audit: AuditSettings = AuditSettings()  # type: ignore[call-arg]
     report: ReportSettings = ReportSettings()  # type: ignore[call-arg]
 
@@ -442,97 +536,139 @@ class RunConfig(_Section):
         return self.task.embed is None or self.prompt.parsed.uses("history")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RunConfig:
+    def _fits_together(self, info: ValidationInfo) -> RunConfig:
+        if not (info.context or {}).get(LENIENT):
+            for conflict in self.conflicts():
+                raise conflict
+        return self
+
+    def conflicts(self) -> Iterator[ConfigError]:
+        """Settings that do not fit together, each as the error it is."""
         if "{ds}" in self.run.work_dir:
-            raise ConfigError(
+            yield ConfigError(
                 "run.work_dir depends on the date",
                 expected="one folder for all dates: runs have folders of their own in it",
                 got=self.run.work_dir,
+                field="run.work_dir",
+            )
+        if self.spark.register_table is not None and self.output.format != "parquet":
+            yield ConfigError(
+                "spark.register_table is for Parquet; other formats have catalogs of their own",
+                expected="output.format: parquet",
+                got=self.output.format,
+                field="spark.register_table",
             )
         _ = self.task.eligible
-        self._check_items()
-        self._check_task()
+        yield from self._check_items()
+        yield from self._check_task()
         template = self.prompt.parsed
         runs_a_model = self.engine.backend in ("torch", "trtllm")
         if runs_a_model and self.engine.model is None:
-            raise ConfigError(
+            yield ConfigError(
                 f"engine.model is missing for backend {self.engine.backend!r}",
                 expected="a checkpoint folder",
+                field="engine.model",
             )
         needs_projector = template.uses("user_vector") and runs_a_model
         if needs_projector and self.engine.projector is None:
-            raise ConfigError("prompt.template has {user_vector} but engine.projector is unset")
-        return self
+            yield ConfigError(
+                "prompt.template has {user_vector} but engine.projector is unset",
+                field="engine.projector",
+            )
 
-    def _check_items(self) -> None:
+    def _check_items(self) -> Iterator[ConfigError]:
         """How items are named, and that there is a catalog of them."""
         template = self.prompt.parsed
         if self.sid is not None:
             _ = self.sid.space
         if self.sid is not None and self.text is not None:
-            raise ConfigError("items are named twice", expected="a sid or a text section, not both")
+            yield ConfigError(
+                "items are named twice", expected="a sid or a text section, not both", field="text"
+            )
         if self.needs_items and self.sid is None and self.text is None:
-            raise ConfigError(
+            yield ConfigError(
                 "nothing names the items to the model",
                 expected="a sid section (semantic IDs), or a text section",
+                field="sid",
             )
         if self.needs_items and self.inputs.catalog is None:
-            raise ConfigError("inputs.catalog is missing", expected="the table of items")
+            yield ConfigError(
+                "inputs.catalog is missing", expected="the table of items", field="inputs.catalog"
+            )
         if template.uses("user_sid") and self.sid is None:
-            raise ConfigError("prompt.template has {user_sid} but there is no sid section")
+            yield ConfigError(
+                "prompt.template has {user_sid} but there is no sid section", field="sid"
+            )
 
-    def _check_task(self) -> None:
+    def _check_task(self) -> Iterator[ConfigError]:
         """Settings that exclude each other."""
         task = self.task
-        if task.uses_candidates and self.inputs.candidates is None:
-            name = "score" if task.score is not None else "label"
-            raise ConfigError(f"task.{name} needs inputs.candidates", got="none")
-        if task.embed is not None and self.output.layout != "long":
-            raise ConfigError(
-                "embeddings have no wide layout", expected="output.layout: long", got="wide"
+        if self.inputs.self_contained and self.inputs.exclusions is not None:
+            yield ConfigError(
+                "inputs.exclusions is not read with inputs.self_contained",
+                expected="each user's exclusions in the users column excluded_item_ids",
+                field="inputs.exclusions",
             )
-        self._check_limits()
+        own = self.inputs.self_contained  # the users table may hold the candidates
+        if task.uses_candidates and self.inputs.candidates is None and not own:
+            name = "score" if task.score is not None else "label"
+            yield ConfigError(
+                f"task.{name} needs inputs.candidates", got="none", field="inputs.candidates"
+            )
+        if task.embed is not None and self.output.layout != "long":
+            yield ConfigError(
+                "embeddings have no wide layout",
+                expected="output.layout: long",
+                got="wide",
+                field="output.layout",
+            )
+        yield from self._check_limits()
         if task.embed is not None:
-            self._refuse("has no meaning for embed", self._item_settings())
+            yield from self._refuse("has no meaning for embed", self._item_settings())
             return
         if self.sid is None:
             settings = self._item_settings()
             del settings["task.k_column"], settings["task.eligibility"]
             settings["task.generate"] = task.generate is not None
-            self._refuse("needs semantic IDs, a sid section", settings)
+            yield from self._refuse("needs semantic IDs, a sid section", settings)
             return
         levels = len(self.sid.sizes)
         if task.quota is not None and task.quota.level > levels:
-            raise ConfigError(
+            yield ConfigError(
                 "task.quota.level is deeper than the semantic IDs",
                 expected=f"at most {levels}",
                 got=str(task.quota.level),
+                field="task.quota.level",
             )
         if task.generate is not None:
-            task.generate.widths(levels)
+            try:
+                task.generate.widths(levels)
+            except ConfigError as err:
+                yield err
         if task.score is not None and task.score.length_norm != "sum":
-            raise ConfigError(
+            yield ConfigError(
                 "task.score.length_norm: mean is for items named by text",
                 expected="sum, so that a semantic ID scores the same scored and generated",
                 got="mean",
+                field="task.score.length_norm",
             )
 
-    def _check_limits(self) -> None:
+    def _check_limits(self) -> Iterator[ConfigError]:
         """A limit of the audit that nothing would be held against is refused, not ignored."""
         task, audit = self.task, self.audit
         lists = ("min_rows", "min_rows_p5", "max_score_drift", "min_overlap", "max_row_change")
         if task.embed is not None:
             limits = {f"audit.{n}": getattr(audit, n) is not None for n in lists}
-            self._refuse("is about lists, and embed writes none", limits)
+            yield from self._refuse("is about lists, and embed writes none", limits)
         if task.generate is None:
             limits = {
                 "audit.min_exact_share": audit.min_exact_share is not None,
                 "audit.min_legal_mass": audit.min_legal_mass is not None,
             }
-            self._refuse("needs task.generate", limits)
+            yield from self._refuse("needs task.generate", limits)
         if task.score_norm != "full_vocab":
             limits = {"audit.min_legal_mass": audit.min_legal_mass is not None}
-            self._refuse("needs task.score_norm: full_vocab", limits)
+            yield from self._refuse("needs task.score_norm: full_vocab", limits)
 
     def _item_settings(self) -> dict[str, bool]:
         """Settings about items and lists, and whether they differ from their defaults."""
@@ -546,10 +682,10 @@ class RunConfig(_Section):
         }
 
     @staticmethod
-    def _refuse(why: str, settings: dict[str, bool]) -> None:
+    def _refuse(why: str, settings: dict[str, bool]) -> Iterator[ConfigError]:
         for name, is_set in settings.items():
             if is_set:
-                raise ConfigError(f"{name} {why}", expected="no such setting")
+                yield ConfigError(f"{name} {why}", expected="no such setting", field=name)
 
 
 def json_schema() -> dict[str, Any]:

@@ -5,7 +5,7 @@ Ids are strings or int64 and keep their type from input to output. Unknown colum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,30 +111,41 @@ class TableContract:
         """Raise `TableError` naming file, column, expected and got, for the first column that
         differs.
         """
+        for problem in self.problems(schema, file):
+            raise problem
+
+    def problems(self, schema: pa.Schema, file: str) -> Iterator[TableError]:
+        """The error of every column that differs."""
         for column in self.columns:
             indices = schema.get_all_field_indices(column.name)
             if len(indices) > 1:
-                raise TableError(
-                    f"{self.table}: column {column.name!r} stands {len(indices)} times", where=file
+                yield TableError(
+                    f"{self.table}: column {column.name!r} stands {len(indices)} times",
+                    where=file,
+                    field=column.name,
                 )
-            if not indices:
+            elif not indices:
                 if column.required:
-                    raise TableError(
+                    yield TableError(
                         f"{self.table}: column {column.name!r} is missing",
                         expected=column.kind.words,
                         got=f"columns {', '.join(schema.names)}"
                         + did_you_mean(column.name, schema.names),
                         where=file,
+                        field=column.name,
                     )
-                continue
-            dtype = schema.field(column.name).type
-            if not column.kind.accepts(dtype):
-                raise TableError(
+            elif not column.kind.accepts(dtype := schema.field(column.name).type):
+                yield TableError(
                     f"{self.table}: column {column.name!r} has the wrong type",
                     expected=column.kind.words,
                     got=type_words(dtype),
                     where=file,
+                    field=column.name,
                 )
+
+    def read_of(self, schema: pa.Schema) -> pa.Schema:
+        """The part of a schema that is read; other columns have no part in any check."""
+        return pa.schema([schema.field(name) for name in self.present(schema)])
 
     def present(self, schema: pa.Schema) -> list[str]:
         """Names of the contract's columns that this schema has."""
@@ -148,11 +159,13 @@ def users_contract(
     eligibility: tuple[str, ...] = (),
     k_column: str | None = None,
     labels_column: str | None = None,
+    candidates: bool = False,
+    exclusions: bool = False,
 ) -> TableContract:
     """The users table, as far as a run reads it.
 
     That is: the template, candidate sets by segment, the users columns of the eligibility, k, and
-    labels.
+    labels; where it is self-contained, each user's candidates and exclusions as well.
     """
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
@@ -174,6 +187,10 @@ def users_contract(
         columns.append(Column(k_column, INTEGER))
     if labels_column is not None:
         columns.append(Column(labels_column, LABELS))
+    if candidates:
+        columns.append(Column(USER_CANDIDATES, ID_LIST))
+    if exclusions:
+        columns.append(Column(USER_EXCLUSIONS, ID_LIST, required=False))
     return TableContract("users", tuple(columns))
 
 
@@ -203,6 +220,7 @@ CATALOG = TableContract(
     ),
 )
 EXCLUSIONS = TableContract("exclusions", (Column("user_id", ID), Column("item_id", ID)))
+USER_CANDIDATES, USER_EXCLUSIONS = "item_ids", "excluded_item_ids"  # of users, self-contained
 
 CandidateShape = Literal["long", "wide", "segment", "shared"]
 CANDIDATES: dict[CandidateShape, TableContract] = {
@@ -215,13 +233,36 @@ CANDIDATES: dict[CandidateShape, TableContract] = {
 }
 
 
+TruthShape = Literal["long", "wide"]
+TRUTH: dict[TruthShape, TableContract] = {
+    "wide": TableContract("truth", (Column("user_id", ID), Column("item_ids", ID_LIST))),
+    "long": TableContract(
+        "truth",
+        (
+            Column("user_id", ID),
+            Column("item_id", ID),
+            Column("weight", NUMBER, required=False),
+            Column("relevance", NUMBER, required=False),  # another name of the weight
+        ),
+    ),
+}
+
+
+def shape_of(names: Iterable[str]) -> CandidateShape | None:
+    """The shape of a candidates table by the names of its columns; None where they fit none."""
+    have = set(names)
+    for shape, contract in CANDIDATES.items():
+        if {column.name for column in contract.columns} <= have:
+            return shape
+    return None
+
+
 def candidate_shape(schema: pa.Schema, file: str) -> CandidateShape:
     """Which of the four shapes a candidates file has, by its column names."""
-    names = set(schema.names)
-    for shape, contract in CANDIDATES.items():
-        if {column.name for column in contract.columns} <= names:
-            contract.check(schema, file)
-            return shape
+    shape = shape_of(schema.names)
+    if shape is not None:
+        CANDIDATES[shape].check(schema, file)
+        return shape
     raise TableError(
         "candidates: the columns are none of the known shapes",
         expected="(user_id, item_id), (user_id, item_ids), (segment, item_ids) or (item_id)",

@@ -26,7 +26,7 @@ def test_no_package_shadows_airflow():
     "module",
     ["engine.backend", "engine.registry", "engine.packing", "engine.sid_trie", "engine.token_tree",
      "engine.tokenizer", "engine.prompts", "engine.projector_spec", "engine.device",
-     "engine.checkpoint"],
+     "engine.checkpoint", "engine.sid_vocabulary"],
 )  # fmt: skip
 def test_what_the_driver_reads_of_the_engine_loads_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

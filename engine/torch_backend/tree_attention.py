@@ -93,10 +93,14 @@ def _prompt_layer(the_pass: PromptPass, layer: int, q: Tensor, k: Tensor, v: Ten
     context.keep_prompts(layer, the_pass.prompts, k, v)
     q, kept = q.transpose(1, 2), (the_pass.prompts, slice(None), slice(the_pass.length))
     k, v = context.prompt_keys[layer][kept], context.prompt_values[layer][kept]  # [b, H, l, D]
-    if prefix.length:
+    if not prefix.length:
+        out = _causal(q, k, v, 0)
+    elif q.device.type == "cpu":
+        out = _causal_behind(q, k, v, prefix, layer)
+    else:
         k = torch.cat([prefix.keys[layer].expand(len(k), -1, -1, -1), k], dim=2)
         v = torch.cat([prefix.values[layer].expand(len(v), -1, -1, -1), v], dim=2)
-    out = _causal(q, k, v, prefix.length)
+        out = _causal(q, k, v, prefix.length)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, the_pass.place)  # [n, H*G, D]
 
 
@@ -128,6 +132,56 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:
             done = _weigh(scores.softmax(dim=-1), v[part, :seen])
             out[part, :, block] = done.view(len(done), group, -1, width)
     return out.view(num_prompts, heads, length, width)
+
+
+def _causal_behind(q: Tensor, k: Tensor, v: Tensor, prefix: PrefixKV, layer: int) -> Tensor:
+    """What `_causal` gives behind a prefix that all prompts share: its keys and values are met once
+    per head, by the rows of all prompts, and no prompt has a copy of them.
+    """
+    num_prompts, heads, length, width = q.shape
+    kv_heads, group = k.shape[1], heads // k.shape[1]
+    q = q.view(num_prompts, kv_heads, group, length, width)
+    if more := padded(length, LEAST_KEYS) - length:
+        k, v = (functional.pad(x, (0, 0, 0, more)) for x in (k, v))
+    more = padded(prefix.length, LEAST_KEYS) - prefix.length
+    prefix_keys, prefix_values = (
+        functional.pad(x[layer], (0, 0, 0, more)) for x in (prefix.keys, prefix.values)
+    )
+    before = prefix_keys.shape[1]
+    out = torch.empty_like(q)
+    for begin in range(0, length, _QUERY_BLOCK):
+        block = slice(begin, min(begin + _QUERY_BLOCK, length))
+        seen, num_rows = padded(block.stop, LEAST_KEYS), group * (block.stop - begin)
+        later = torch.arange(begin, seen) > torch.arange(begin, block.stop)[:, None]
+        mask = torch.zeros(later.shape, dtype=q.dtype).masked_fill_(later, -torch.inf)
+        mask = mask.repeat(group, 1)
+        for part in _parts(num_prompts, kv_heads * num_rows * (before + seen), "cpu"):
+            rows = q[part, :, :, block].transpose(0, 1).flatten(2, 3)  # [H, b, G*block, D]
+            count = rows.shape[1] * num_rows
+            far = _rows_of_heads(rows) @ prefix_keys.transpose(1, 2)  # [H, b*G*block, P]
+            far[:, :, prefix.length :] = -torch.inf
+            own = rows.flatten(0, 1) @ k[part, :, :seen].transpose(0, 1).flatten(0, 1).mT
+            own[:, :, begin:] += mask
+            own = own.view(kv_heads, count, seen)
+            weights = torch.cat([far[:, :count], own], dim=-1).softmax(dim=-1)
+            near = weights[:, :, before:].reshape(-1, num_rows, seen)
+            done = _weigh(near, v[part, :, :seen].transpose(0, 1).flatten(0, 1))
+            done = done.view(kv_heads, count, width)
+            far = functional.pad(weights[:, :, :before], (0, 0, 0, _more_rows(count)))
+            done += _weigh(far, prefix_values)[:, :count]
+            laid = done.view(kv_heads, rows.shape[1], group, -1, width)
+            out[part, :, :, block] = laid.transpose(0, 1)
+    return out.view(num_prompts, heads, length, width)
+
+
+def _rows_of_heads(rows: Tensor) -> Tensor:
+    """`[H, b, R, D]` as `[H, b*R, D]`, in whole tiles of rows."""
+    flat = rows.flatten(1, 2)
+    return functional.pad(flat, (0, 0, 0, _more_rows(flat.shape[1])))
+
+
+def _more_rows(rows: int) -> int:
+    return padded(rows, TILE) - rows
 
 
 def _causal_mask(length: int, before: int, device: torch.device) -> Tensor:

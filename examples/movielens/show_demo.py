@@ -3,7 +3,8 @@
 Reads build/ and the published table: surface `home` (generate.yaml) and `email` (score.yaml).
 `--json` prints the quality figures as one JSON line instead.
 
-recall@10 = films of the first ten that the user watched afterwards / min(10, films watched
+The figures come from `nightshelf evaluate`; the SVD's, which is no run, from the same functions.
+recall_capped@10 = films of the first ten that the user watched afterwards / min(10, films watched
 afterwards), averaged over users. NDCG@10 gives early places more weight; 1 is the best in both.
 """
 
@@ -11,20 +12,26 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import polars as pl
-from common import DS, HERE, SEED, Build, StepError, arguments, run_step
+from common import DS, HERE, Build, StepError, arguments, run_step
 from numpy.typing import NDArray
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pipelines.metrics import UserTruth, metric_names, user_metrics
+from schemas.requests import Ragged
+
 USERS = ("42", "405", "846")
 K = 10
+METRICS = (f"recall_capped@{K}", f"ndcg@{K}")
 SURFACES = {"home": "generate", "email": "score"}
 WIDTH = 100
 
@@ -46,8 +53,9 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON line")
     args = parser.parse_args()
-    data = read(Build(args.build))
-    figures = {name: quality(top, data.later) for name, top in top_lists(data).items()}
+    build = Build(args.build)
+    data = read(build)
+    figures = quality(build, data)
     # Piped output has no width of its own; a terminal may be narrower than the page.
     console = Console(width=None if os.isatty(1) else WIDTH, highlight=False)
     if args.json:
@@ -97,45 +105,44 @@ def pairs(table: pl.DataFrame, users: pl.DataFrame, catalog: pl.DataFrame) -> ND
     return matrix
 
 
-def top_lists(data: Data) -> dict[str, NDArray[np.int64]]:
-    """The first K items of each user `[users, K]` by every method; -1 where a list is shorter."""
-    popularity = np.tile(data.catalog["popularity"].to_numpy(), (data.users.height, 1))
-    chance = np.random.default_rng(SEED).random(data.svd.shape)
+def quality(build: Build, data: Data) -> dict[str, dict[str, float]]:
+    """The metrics of every method: both runs, the SVD, and the baselines of the first run."""
+    found = {surface: evaluate(build, data.published[surface]) for surface in SURFACES}
+    home, email = found["home"], found["email"]
+    figures = {
+        "generate": home["run"],
+        "score": email["run"],
+        "SVD": svd_quality(data),
+        "popularity": home["popularity"],
+        "random": home["random"],
+    }
+    return {method: {m: round(values[m], 4) for m in METRICS} for method, values in figures.items()}
+
+
+def evaluate(build: Build, rows: pl.DataFrame) -> dict[str, dict[str, float]]:
+    """What `nightshelf evaluate` says of the run that published these rows, by method."""
+    run_dir = build.root / "runs" / rows["run_id"][0]
+    command = [sys.executable, "-m", "jobs", "evaluate", str(run_dir), "--k", str(K)]
+    command += ["--truth", str(build.table("truth")), "--bootstrap", "0", "--output", "json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise StepError(done.stderr.strip())
+    methods = json.loads(done.stdout)["methods"]
     return {
-        "generate": published_top(data, "home"),
-        "score": published_top(data, "email"),
-        "SVD": unseen_top(data.svd, data.watched),
-        "popularity": unseen_top(popularity, data.watched),
-        "random": unseen_top(chance, data.watched),
+        method: {name: cell["value"] for name, cell in metrics.items()}
+        for method, metrics in methods.items()
     }
 
 
-def published_top(data: Data, surface: str) -> NDArray[np.int64]:
-    """The published ranks 1 to K."""
-    table = data.published[surface].filter(pl.col("rank") <= K)
-    placed = table.join(data.users.select("user_id").with_row_index("u"), on="user_id").join(
-        data.catalog.select("item_id").with_row_index("i"), on="item_id"
-    )
-    top = np.full((data.users.height, K), -1, dtype=np.int64)
-    top[placed["u"].to_numpy(), placed["rank"].to_numpy() - 1] = placed["i"].to_numpy()
-    return top
-
-
-def unseen_top(scores: NDArray[np.generic], watched: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The K best items that were not watched before the split."""
-    unseen = np.where(watched, -np.inf, scores)
-    return np.argsort(-unseen, axis=1, kind="stable")[:, :K]
-
-
-def quality(top: NDArray[np.int64], later: NDArray[np.bool_]) -> dict[str, float]:
-    """recall@K and NDCG@K of lists `[users, K]`."""
-    hits = np.take_along_axis(later, np.maximum(top, 0), axis=1) & (top >= 0)
-    best = np.minimum(later.sum(axis=1), K)  # every user has at least one held-out film
-    gains = 1 / np.log2(np.arange(2, K + 2))
-    recall = hits.sum(axis=1) / best
-    ndcg = (hits * gains).sum(axis=1) / np.cumsum(gains)[best - 1]
-    means = {f"recall@{K}": recall.mean(), f"ndcg@{K}": ndcg.mean()}
-    return {name: round(float(mean), 4) for name, mean in means.items()}
+def svd_quality(data: Data) -> dict[str, float]:
+    """The same metrics of the best unseen films by the user vector times the item vectors."""
+    unseen = np.where(data.watched, -np.inf, data.svd)
+    top = np.argsort(-unseen, axis=1, kind="stable")[:, :K]
+    users, films = np.nonzero(data.later)
+    lengths = np.bincount(users, minlength=data.users.height)
+    truth = UserTruth(Ragged.from_lengths(lengths, films), np.ones(len(films)))
+    values = user_metrics(top, truth, (K,), None, data.catalog.height)
+    return dict(zip(metric_names((K,)), values.mean(axis=0).tolist(), strict=True))
 
 
 def show_user(console: Console, data: Data, user_id: str) -> None:
@@ -190,8 +197,14 @@ def show_quality(console: Console, figures: dict[str, dict[str, float]], data: D
         exact = data.published["home"].group_by("user_id").agg(pl.col("exact").all())["exact"]
         console.print(
             f"{exact.mean():.1%} of the beam search's lists are proven to be "
-            "the model's best over the whole catalog.\n"
+            "the model's best over the whole catalog."
         )
+    truth = shown(HERE / "build" / "truth.parquet")
+    console.print("[dim]all metrics, with intervals, by segment of the users:[/]")
+    console.print(
+        f"nightshelf evaluate {shown(HERE / 'generate.yaml')} --truth {truth} --by segment\n",
+        soft_wrap=True,
+    )
 
 
 def show_snippets(console: Console, build: Path) -> None:

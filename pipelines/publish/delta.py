@@ -96,8 +96,7 @@ class DeltaLakeTable:
             base = self._state(table)
             try:
                 there = DeltaTable(self.path, version=int(old.version))
-                mine = (pads.field("ds") == self.ds) & (pads.field("surface") == self.surface)
-                scanner = there.to_pyarrow_dataset().scanner(filter=mine)
+                scanner = there.to_pyarrow_dataset().scanner(filter=self._mine)
                 counted = scanner.count_rows()
             except (DeltaError, OSError, pa.ArrowException) as err:
                 raise self._gone(old) from err
@@ -114,14 +113,30 @@ class DeltaLakeTable:
     ) -> pa.Table:
         """Rows of the latest version; see `PublishedTable.read`."""
         with self._as_ours():
-            table = self._load()
-            if table is None or self._published(table, self._state(table)) is None:
-                raise StorageError(
-                    "nothing is published",
-                    got=f"ds {self.ds}, surface {self.surface!r}",
-                    where=self.path,
-                )
+            table = self._table_with_rows()
             return table.to_pyarrow_table(columns=columns, filters=self._filters(user_id))
+
+    def parts(self) -> Iterator[pa.Table]:
+        """Rows of the latest version, batch after batch; see `PublishedTable.parts`."""
+        with self._as_ours():
+            data = self._table_with_rows().to_pyarrow_dataset()
+            for batch in data.scanner(filter=self._mine).to_batches():
+                yield pa.Table.from_batches([batch])
+
+    def _table_with_rows(self) -> DeltaTable:
+        """The table; `StorageError` where nothing is published in the partition."""
+        table = self._load()
+        if table is None or self._published(table, self._state(table)) is None:
+            raise StorageError(
+                "nothing is published",
+                got=f"ds {self.ds}, surface {self.surface!r}",
+                where=self.path,
+            )
+        return table
+
+    @property
+    def _mine(self) -> Any:
+        return (pads.field("ds") == self.ds) & (pads.field("surface") == self.surface)
 
     def check(self, config: RunConfig) -> None:
         """See `check_output`. Creates nothing."""

@@ -111,17 +111,29 @@ class IcebergTable:
     ) -> pa.Table:
         """Rows of the current snapshot; see `PublishedTable.read`."""
         with self._open() as catalog:
-            table = load_table(catalog, self._output.table_name)
-            if table is None or self._published(table, self._state(table)) is None:
-                raise StorageError(
-                    "nothing is published",
-                    got=f"ds {self._ds}, surface {self._surface!r}",
-                    where=self._output.table_name,
-                )
+            table = self._table_with_rows(catalog)
             where = self._where
             if user_id is not None:
                 where = And(where, _equals("user_id", user_id))
             return table.scan(where, selected_fields=tuple(columns or ("*",))).to_arrow()
+
+    def parts(self) -> Iterator[pa.Table]:
+        """Rows of the current snapshot, batch after batch; see `PublishedTable.parts`."""
+        with self._open() as catalog:
+            reader = self._table_with_rows(catalog).scan(self._where).to_arrow_batch_reader()
+            for batch in reader:
+                yield pa.Table.from_batches([batch])
+
+    def _table_with_rows(self, catalog: Catalog) -> Table:
+        """The table; `StorageError` where nothing is published in the partition."""
+        table = load_table(catalog, self._output.table_name)
+        if table is None or self._published(table, self._state(table)) is None:
+            raise StorageError(
+                "nothing is published",
+                got=f"ds {self._ds}, surface {self._surface!r}",
+                where=self._output.table_name,
+            )
+        return table
 
     def check(self, config: RunConfig) -> None:
         """See `check_output`. Creates nothing."""

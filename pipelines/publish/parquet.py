@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -157,13 +158,7 @@ class ParquetTable:
             StorageError: nothing is published, or a file of the latest pointer is missing.
         """
         for _ in range(_READS):
-            pointer = pointers.latest(self._pointers)
-            if pointer is None:
-                raise StorageError(
-                    "nothing is published",
-                    got=f"ds {self.ds}, surface {self.surface!r}",
-                    where=self.path,
-                )
+            pointer = self._latest()
             names = [file.name for file in pointer.files]
             here = [n for n in names if shard is None or n.endswith(f"-{shard:05d}.parquet")]
             try:
@@ -175,6 +170,32 @@ class ParquetTable:
                 continue  # overtaken: the old files went while they were read
             return pa.concat_tables(tables)
         raise StorageError("the partition changed faster than it could be read", where=self.path)
+
+    def parts(self) -> Iterator[pa.Table]:
+        """The rows of the latest pointer, a file at a time; see `PublishedTable.parts`."""
+        pointer = self._latest()
+        for file in pointer.files:
+            try:
+                yield self._read_file(file.name, None, None)
+            except StorageError as err:
+                if self._latest().generation == pointer.generation:
+                    raise
+                raise ConflictError(
+                    "the partition was replaced while it was read",
+                    where=self.partition,
+                    do="Run the same command again.",
+                ) from err
+
+    def _latest(self) -> pointers.Pointer:
+        """The pointer that readers follow; `StorageError` where there is none."""
+        pointer = pointers.latest(self._pointers)
+        if pointer is None:
+            raise StorageError(
+                "nothing is published",
+                got=f"ds {self.ds}, surface {self.surface!r}",
+                where=self.path,
+            )
+        return pointer
 
     def _read_file(
         self, name: str, columns: list[str] | None, user_id: str | int | None

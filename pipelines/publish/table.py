@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import pyarrow as pa
@@ -52,4 +53,12 @@ class PublishedTable(Protocol):
 
         Raises:
             StorageError: nothing is published.
+        """
+
+    def parts(self) -> Iterator[pa.Table]:
+        """The current rows a part at a time, in no order; a user's rows may be in several.
+
+        Raises:
+            StorageError: nothing is published.
+            ConflictError: the partition was replaced while it was read.
         """

@@ -1,0 +1,133 @@
+"""Attempts: the small files by which workers of other machines say which shard they began.
+
+    <run_dir>/attempts/<launch>/shard-00003/<attempt>.json
+    <run_dir>/attempts/<launch>/engines/<engine>.json
+
+A worker that dies cannot say so, but its attempt stays: so attempts are counted, over all machines,
+and a shard that has used up its share is not tried again. Written before the engine is started.
+Engines are written too, those that started and those that could not: where none ever could, the
+shards that are left need not find that out one by one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import socket
+import uuid
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pipelines import files
+from schemas.errors import NightshelfError, StorageError
+from schemas.runs import RunPlan, Shard
+
+
+class Failure(BaseModel):
+    """How an attempt ended that did not end well."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: str  # of the error tree
+    exit_code: int
+    message: str
+
+
+class Attempt(BaseModel):
+    """One attempt at one shard by one worker process."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str
+    launch: str
+    shard: int
+    host: str
+    pid: int
+    devices: tuple[str, ...]  # addresses that the cluster assigned
+    engine: str  # one engine of one process
+    started_at: str
+    failure: Failure | None = None
+
+
+def attempts_path(plan: RunPlan, launch: str, shard: Shard) -> str:
+    """Where the attempts at a shard are, of one launch."""
+    return files.join(plan.run_dir, "attempts", launch, shard.name)
+
+
+def begin(
+    plan: RunPlan, launch: str, shard: Shard, *, devices: tuple[str, ...], engine: str
+) -> Attempt:
+    """Say that this process begins a shard."""
+    attempt = Attempt(
+        id=uuid.uuid4().hex[:8],
+        launch=launch,
+        shard=shard.index,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        devices=devices,
+        engine=engine,
+        started_at=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+    )
+    _write(plan, shard, attempt)
+    return attempt
+
+
+def fail(plan: RunPlan, shard: Shard, attempt: Attempt, error: NightshelfError) -> None:
+    """Say why an attempt failed."""
+    failure = Failure(kind=error.kind, exit_code=error.exit_code, message=str(error))
+    _write(plan, shard, attempt.model_copy(update={"failure": failure}))
+
+
+def _write(plan: RunPlan, shard: Shard, attempt: Attempt) -> None:
+    path = files.join(attempts_path(plan, attempt.launch, shard), f"{attempt.id}.json")
+    files.write_json(path, attempt.model_dump(mode="json"))
+
+
+def attempts_of(plan: RunPlan, launch: str, shard: Shard) -> list[Attempt]:
+    """Attempts at a shard in one launch, the first one first."""
+    folder = attempts_path(plan, launch, shard)
+    found = []
+    for name in files.list_names(folder):
+        if name.startswith("."):
+            continue
+        try:
+            found.append(Attempt.model_validate(files.read_json(files.join(folder, name))))
+        except (ValidationError, StorageError, FileNotFoundError):
+            continue  # written at this moment
+    return sorted(found, key=lambda attempt: attempt.started_at)
+
+
+def engine_ended(plan: RunPlan, launch: str, engine: str, error: NightshelfError | None) -> None:
+    """Say that an engine started, or why not."""
+    failure = None
+    if error is not None:
+        failure = Failure(kind=error.kind, exit_code=error.exit_code, message=str(error))
+    record = {"failure": None if failure is None else failure.model_dump(mode="json")}
+    files.write_json(files.join(_engines_path(plan, launch), f"{engine}.json"), record)
+
+
+def no_engine_starts(plan: RunPlan, launch: str) -> Failure | None:
+    """Why not, where `run.max_attempts` engines or more were started in vain and none ever ran."""
+    folder = _engines_path(plan, launch)
+    names = [name for name in files.list_names(folder) if not name.startswith(".")]
+    if len(names) < plan.config.run.max_attempts:
+        return None
+    last: Failure | None = None
+    for name in names:
+        failure = files.read_json(files.join(folder, name))["failure"]
+        if failure is None:
+            return None
+        last = Failure.model_validate(failure)
+    return last
+
+
+def _engines_path(plan: RunPlan, launch: str) -> str:
+    return files.join(plan.run_dir, "attempts", launch, "engines")
+
+
+def last_words(attempts: list[Attempt]) -> str:
+    """Why the last attempt ended."""
+    failure = attempts[-1].failure if attempts else None
+    if failure is not None:
+        return failure.message
+    return "its worker ended without a word: killed, perhaps out of memory, or lost with its host"

@@ -1,0 +1,169 @@
+"""Tables of Spark's catalog: read as inputs, and told of what was published.
+
+An input table is copied once into the work folder, as Parquet, under a name that holds a digest of
+its content: so every launcher and every step reads the same files, a table that changes during a
+run changes nothing, and the same content is the same run, whatever format the table has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyspark import TaskContext
+from pyspark.sql import functions as F
+
+from jobs.spark_session import spark_errors
+from pipelines import files
+from pipelines.publish.parquet import ParquetTable
+from schemas.eligibility import attributes, user_columns
+from schemas.errors import StorageError, TableError, quoted
+from schemas.runs import RunPlan
+from schemas.settings import RunConfig
+from schemas.tables import USER_CANDIDATES, USER_EXCLUSIONS
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Batches = Iterator[pa.RecordBatch]
+
+_DONE = "_done"
+
+
+def copy_tables(spark: SparkSession, config: RunConfig) -> RunConfig:
+    """The configuration with each table as the folder of its copy.
+
+    Raises:
+        TableError: Spark knows no such table, or cannot read it.
+        StorageError: the copy could not be written.
+    """
+    unused = {"candidates"} if not config.task.uses_candidates else set()
+    unused |= {"exclusions"} if config.task.embed is not None else set()
+    unused |= set() if config.needs_items else {"catalog"}
+    tables = config.inputs.tables
+    folders = {
+        name: None if name in unused else _copy(spark, config, name, table)
+        for name, table in tables.items()
+    }
+    inputs = config.inputs.model_copy(update=folders)
+    return config.model_copy(update={"inputs": inputs})
+
+
+def columns_of(config: RunConfig, name: str) -> set[str]:
+    """Columns of an input that a run may read; others need not be copied."""
+    rule = config.task.eligible
+    if name == "users":
+        columns = {"user_id", "embedding", "history", "user_sid", "segment"}
+        columns |= {USER_CANDIDATES, USER_EXCLUSIONS} if config.inputs.self_contained else set()
+        columns |= set(config.prompt.parsed.columns) | set(user_columns(rule) if rule else ())
+        columns |= {config.task.k_column} if config.task.k_column else set()
+        labels = config.task.label.labels_column if config.task.label else None
+        return columns | ({labels} if labels else set())
+    if name == "catalog":
+        columns = {"item_id", "sid", "popularity", "title", "text"}
+        columns |= {config.text.column} if config.text else set()
+        return columns | set(attributes(rule) if rule else ())
+    return {"user_id", "item_id", "item_ids", "segment"}
+
+
+def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
+    """The folder of a table's copy, made if it is not there."""
+    with spark_errors(TableError, f"inputs.{name}: Spark cannot read table {quoted(table)}"):
+        frame = spark.table(table)
+        wanted = columns_of(config, name)
+        frame = frame.select([f"`{column}`" for column in frame.columns if column in wanted])
+        digest = _digest(frame)
+    safe = re.sub(r"[^A-Za-z0-9_.-]", "_", table)[:80]
+    folder = files.join(config.run.work_dir, "tables", f"{safe}-{digest}")
+    if files.exists(files.join(folder, _DONE)):
+        return folder
+    for left in files.list_names(folder):
+        files.remove(files.join(folder, left))
+    with spark_errors(StorageError, f"inputs.{name}: table {quoted(table)} could not be copied"):
+        spark.sparkContext.setJobDescription(f"nightshelf copy {table}")
+        frame.mapInArrow(_write_part(folder), "rows long").collect()
+        spark.sparkContext.setJobDescription("")
+    files.write_bytes(files.join(folder, _DONE), b"")
+    return folder
+
+
+def _digest(frame: DataFrame) -> str:
+    """A hash of the frame's columns and rows, whatever their order.
+
+    Rows are hashed one by one and the hashes combined by sum and by exclusive or: the first tells
+    repeated rows apart, which the second forgets.
+    """
+    row = F.xxhash64(*(F.col(f"`{name}`") for name in frame.columns))
+    found = frame.agg(
+        F.count(F.lit(1)).alias("rows"),
+        F.bit_xor(row).alias("mixed"),
+        F.sum(row.cast("decimal(38,0)")).alias("total"),
+    ).first()
+    assert found is not None, "an aggregate has one row"
+    parts = [frame.schema.json(), str(found.rows), str(found.mixed), str(found.total)]
+    return files.hash_bytes(json.dumps(parts).encode())[:16]
+
+
+def _write_part(folder: str) -> Callable[[Batches], Batches]:
+    """Writes the batches of a partition as one Parquet file, batch after batch."""
+
+    def write(batches: Batches) -> Batches:
+        context = TaskContext.get()
+        assert context is not None, "only called in a task"
+        first = next(batches, None)
+        if first is None:
+            return
+        rows = 0
+        name = files.join(folder, f"part-{context.partitionId():05d}.parquet")
+        with files.atomic_target(name) as target:
+            fs, inside = files.filesystem(target)
+            with fs.open(inside, "wb") as handle, pq.ParquetWriter(handle, first.schema) as out:
+                while first is not None:
+                    out.write_batch(first)
+                    rows += len(first)
+                    first = next(batches, None)
+        yield pa.RecordBatch.from_pydict({"rows": [rows]})
+
+    return write
+
+
+def register(spark: SparkSession, plan: RunPlan, name: str) -> None:
+    """Add a published partition to a table of Spark's catalog, which is made if it is not there.
+
+    Raises:
+        TableError: the table is there and is another one, or the catalog refuses.
+    """
+    output = plan.config.output
+    folder = ParquetTable(output.path, plan.ds, plan.surface).partition
+    table = ".".join(f"`{part.replace('`', '``')}`" for part in name.split("."))
+    partition = f"ds = {_text(plan.ds)}, surface = {_text(plan.surface)}"
+    with spark_errors(TableError, f"spark.register_table: {quoted(name)} cannot be used"):
+        columns = [
+            f"`{field.name}` {field.dataType.simpleString()}"
+            for field in spark.read.parquet(_location(folder)).schema.fields
+        ]
+        spark.sql(
+            f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(columns)}, ds STRING, surface STRING) "
+            f"USING PARQUET PARTITIONED BY (ds, surface) LOCATION {_text(_location(output.path))}"
+        )
+        spark.sql(f"ALTER TABLE {table} DROP IF EXISTS PARTITION ({partition})")
+        spark.sql(
+            f"ALTER TABLE {table} ADD PARTITION ({partition}) LOCATION {_text(_location(folder))}"
+        )
+        spark.catalog.refreshTable(name)
+
+
+def _location(path: str) -> str:
+    """A path as Spark must hear it: one of this disk is not one of its default file system."""
+    local = files.local_path(path)
+    return path if local is None else f"file://{local}"
+
+
+def _text(value: str) -> str:
+    """A string literal of Spark SQL."""
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,173 @@
+"""Inside a Spark executor: one engine per Python worker, one shard per task. No pyspark here.
+
+Spark gives the tasks of a stage to the same Python worker one after the other, so that an engine
+that is kept in the module outlives its task. A task that raises takes its worker along, and the
+engine with it: the next attempt gets a new process. That is wanted where the engine may be broken,
+and avoided where only the shard is at fault.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from engine.device import bind_addresses, num_cpus
+from jobs import attempts
+from jobs.deadline import Deadline
+from jobs.shard_worker import set_environment, start_engine, take_and_guess
+from pipelines.items import open_items
+from pipelines.read_ahead import ReadAhead
+from pipelines.run_shard import load_receipt, run_shard
+from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
+from schemas.runs import RunPlan, Shard
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTask:
+    """One shard, and what the worker needs to know of the others."""
+
+    plan: RunPlan
+    shard: Shard
+    following: Shard | None  # which this worker will probably get next
+    launch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What Spark gave to a task."""
+
+    addresses: tuple[str, ...]
+    cpus: int
+
+
+class _Held:
+    """The engine of this process, for one run on one device."""
+
+    def __init__(self, plan: RunPlan, place: Place) -> None:
+        self.id = uuid.uuid4().hex[:8]
+        self.addresses = place.addresses
+        self.key = _key(plan)
+        self._stack = ExitStack()
+        self._plan = plan
+        self.started = False
+        self.told = ""  # the launch that knows that it started
+
+    def start(self) -> None:
+        """Load everything."""
+        self.catalog = open_items(self._plan)
+        self.engine = self._stack.enter_context(start_engine(self._plan, self.catalog))
+        self.ahead = self._stack.enter_context(ReadAhead(self._plan, self.catalog))
+        self.started = True
+
+    def close(self) -> None:
+        """Free the device."""
+        self._stack.close()
+
+
+_held: _Held | None = None
+
+
+def _key(plan: RunPlan) -> str:
+    return f"{plan.run_dir} {plan.config.engine.model_dump_json()}"
+
+
+def _hold(plan: RunPlan, place: Place) -> _Held:
+    """The engine of this process, or a new one for another run. It is not started yet.
+
+    Raises:
+        EngineError: the process holds another device, and cannot change.
+    """
+    global _held
+    if _held is not None and _held.addresses != place.addresses:
+        raise EngineError(
+            "a Python worker was given another device than the one its engine is on",
+            expected=", ".join(_held.addresses) or "none",
+            got=", ".join(place.addresses) or "none",
+            do="Let an executor hold the GPUs of one task only: "
+            "spark.executor.resource.gpu.amount equal to spark.task.resource.gpu.amount.",
+        )
+    if _held is not None and _held.key != _key(plan):
+        _held.close()
+        _held = None
+    if _held is None:
+        _end_with_parent()
+        bind_addresses(place.addresses)
+        set_environment(min(max(1, place.cpus), num_cpus()))
+        _held = _Held(plan, place)
+    return _held
+
+
+def _end_with_parent() -> None:
+    """Ask the kernel to end this process with Spark's daemon: an engine that nobody waits for would
+    hold its GPU. Source: prctl(2), PR_SET_PDEATHSIG; Linux only.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def run_task(task: ShardTask, place: Place) -> str | None:
+    """Get a shard its receipt; why not, where all attempts are used up.
+
+    Raises:
+        EngineError, ShardFailedError: the engine cannot start, or may be broken. Whoever tries
+            again must do so in another process.
+    """
+    plan, shard = task.plan, task.shard
+    while load_receipt(plan, shard) is None:
+        earlier = attempts.attempts_of(plan, task.launch, shard)
+        if len(earlier) >= plan.config.run.max_attempts:
+            return f"{attempts.last_words(earlier)}; given up after {len(earlier)} attempts"
+        held = _hold(plan, place)
+        if not held.started:
+            hopeless = attempts.no_engine_starts(plan, task.launch)
+            if hopeless is not None:
+                return hopeless.message
+        attempt = attempts.begin(plan, task.launch, shard, devices=place.addresses, engine=held.id)
+        try:
+            _attempt(task, held, attempt)
+        except NightshelfError as err:
+            attempts.fail(plan, shard, attempt, err)
+            if isinstance(err, ShardFailedError | EngineError) or not isinstance(err, RunError):
+                raise
+    return None
+
+
+def _start(task: ShardTask, held: _Held) -> None:
+    try:
+        held.start()
+    except NightshelfError as err:
+        attempts.engine_ended(task.plan, task.launch, held.id, err)
+        raise
+
+
+def _attempt(task: ShardTask, held: _Held, attempt: attempts.Attempt) -> None:
+    settings = task.plan.config.run
+
+    def too_late(limit: float) -> None:
+        silent = ShardFailedError(f"its worker reported nothing for {limit:g} s")
+        attempts.fail(task.plan, task.shard, attempt, silent)
+
+    if not held.started:
+        start = settings.start_timeout_s
+        with Deadline(start, lambda: too_late(start)).running():
+            _start(task, held)
+    if held.told != task.launch:
+        attempts.engine_ended(task.plan, task.launch, held.id, None)
+        held.told = task.launch
+    limit = settings.shard_timeout_s
+    deadline = Deadline(limit, lambda: too_late(limit))
+    with deadline.running():
+        run_shard(
+            task.plan,
+            task.shard,
+            held.engine,
+            held.catalog,
+            lambda users: deadline.touch(),
+            take_and_guess(held.ahead, task.following),
+        )

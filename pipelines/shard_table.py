@@ -1,0 +1,92 @@
+"""The rows of a shard: a file that prepare wrote, or a file of the users table as it is."""
+
+from __future__ import annotations
+
+import polars as pl
+import pyarrow as pa
+
+from pipelines import files
+from pipelines.prepare import candidate_sets_path
+from pipelines.shard_columns import (
+    ROW,
+    id_dtype,
+    mark_duplicates,
+    shard_columns,
+    to_arrow,
+    users_columns,
+)
+from schemas.errors import RunError
+from schemas.runs import RunPlan, Shard
+from schemas.tables import (
+    CANDIDATE_LIST,
+    DUPLICATE,
+    EXCLUDED_LIST,
+    FILE,
+    ID_TYPES,
+    USER_CANDIDATES,
+    USER_EXCLUSIONS,
+)
+
+
+def read_shard_table(plan: RunPlan, shard: Shard) -> pa.Table:
+    """A shard's users, sorted by id, with the columns that `prepare` gives a shard.
+
+    Raises:
+        StorageError: the file is missing or damaged.
+        RunError: it is one of the users table, and not the one that was planned with.
+    """
+    if not plan.config.inputs.self_contained:
+        return files.read_parquet(shard.path)
+    _check_as_planned(plan, shard)
+    table = files.read_parquet(shard.path)
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame), "a table is a frame"
+    columns = users_columns(plan)
+    own = plan.config.task.uses_candidates and not files.exists(candidate_sets_path(plan))
+    lists = [
+        _items(plan, frame.schema, USER_CANDIDATES if own else None, CANDIDATE_LIST),
+        _items(plan, frame.schema, USER_EXCLUSIONS, EXCLUDED_LIST),
+    ]
+    users = shard_columns(plan, frame.lazy(), columns).collect()
+    users = users.with_columns(frame.select(lists))
+    users = mark_duplicates(users.with_row_index(ROW).with_columns(pl.lit(shard.path).alias(FILE)))
+    # The lists of a row that is not used count for nothing, as when prepare joins them.
+    users = users.with_columns(pl.when(~pl.col(DUPLICATE)).then(pl.col(CANDIDATE_LIST)))
+    return to_arrow(
+        users.select("user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST)
+    )
+
+
+def read_users(plan: RunPlan, shard: Shard) -> pa.Array:
+    """The ids of a shard's users, repeated and null ones included.
+
+    Raises:
+        StorageError: the file is missing or damaged.
+    """
+    if plan.config.inputs.self_contained:
+        ids = files.read_parquet(shard.path, ["user_id"]).column("user_id")
+        return ids.cast(ID_TYPES[plan.user_id_type]).combine_chunks()
+    table = files.read_parquet(shard.path, ["user_id", FILE])
+    return table.filter(table.column(FILE).is_valid()).column("user_id").combine_chunks()
+
+
+def _check_as_planned(plan: RunPlan, shard: Shard) -> None:
+    """No copy was made of the users table: a file that is replaced meanwhile is another input."""
+    found, _ = files.describe_file(shard.path, "users")
+    if found.version != plan.inputs["users"].files[shard.index].version:
+        raise RunError(
+            "a file of the users table has changed since the run was planned",
+            where=shard.path,
+            do="Run again: that plans another run, on the table as it is now.",
+        )
+
+
+def _items(plan: RunPlan, schema: pl.Schema, source: str | None, name: str) -> pl.Expr:
+    """A column of item lists, or nulls where the file has none."""
+    dtype = pl.List(id_dtype(plan.item_id_type))
+    if source is None or source not in schema:
+        return pl.lit(None, dtype=dtype).alias(name)
+    column = pl.col(source)
+    if isinstance(schema[source], pl.Array):
+        column = column.arr.to_list()
+    return column.cast(dtype).list.drop_nulls().alias(name)

@@ -1,0 +1,186 @@
+"""spark-submit as users start it: rows, exit codes, addresses, and processes that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cases.helpers import torch_config, with_column, write
+from tests.factories import write_config, write_inputs
+from tests.spark.helpers import attempts, clear, published_bytes, receipts, wait_for
+
+SLOW = "tests.spark.backends:slow_backend"
+
+
+def session_of(process) -> list[psutil.Process]:
+    """Every process that a spark-submit started."""
+    found = []
+    for one in psutil.process_iter(["pid"]):
+        try:
+            if os.getsid(one.pid) == process.pid:
+                found.append(one)
+        except OSError:
+            continue
+    return found
+
+
+def executors_of(process) -> list[psutil.Process]:
+    found = []
+    for one in session_of(process):
+        try:
+            if any("CoarseGrainedExecutorBackend" in word for word in one.cmdline()):
+                found.append(one)
+        except psutil.Error:
+            continue
+    return [one for one in found if one.name() == "java"]
+
+
+@pytest.fixture
+def cluster(tmp_path) -> dict[str, str]:
+    """Settings of a local cluster in which each of two executors owns one GPU: a made-up address.
+
+    The two workers run the script at once; whoever makes the folder gets the first GPU.
+    """
+    script = tmp_path / "discover.sh"
+    script.write_text(
+        textwrap.dedent(f"""\
+        #!/bin/sh
+        if mkdir {tmp_path}/taken 2> /dev/null; then at=0; else at=1; fi
+        echo '{{"name":"gpu","addresses":["'$at'"]}}'
+        """)
+    )
+    script.chmod(0o755)
+    return {
+        "spark.worker.resource.gpu.amount": "1",
+        "spark.worker.resource.gpu.discoveryScript": str(script),
+        "spark.executor.resource.gpu.amount": "1",
+        "spark.task.resource.gpu.amount": "1",
+        "spark.executor.memory": "512m",
+    }
+
+
+def test_an_executor_is_killed_and_the_run_ends_as_if_not(nightshelf, submit, cluster, tmp_path):
+    """Two executors with a GPU each; one is lost in the middle of the run with its worker."""
+    write_inputs(tmp_path, num_users=64)
+    config = write_config(tmp_path, engine__backend=SLOW, run__shard_users=4)
+    nightshelf("run", config)
+    want = published_bytes(tmp_path)
+    clear(tmp_path)
+
+    process = submit.start(
+        "run", config, "--output", "json", master="local-cluster[2,1,1024]", conf=cluster
+    )
+    wait_for(lambda: len({a["pid"] for a in attempts(tmp_path)}) == 2, "two workers", process)
+    wait_for(lambda: len(receipts(tmp_path)) >= 2, "two shards", process)
+    (seen,) = nightshelf("status", config, "--output", "json").json["runs"]
+    assert seen["status"] == "scoring"
+    assert 2 <= seen["shards_done"] < 16
+    victim = executors_of(process)[0]
+    workers = victim.children(recursive=True)
+    held = {a["engine"] for a in attempts(tmp_path) if a["pid"] in {w.pid for w in workers}}
+    victim.send_signal(signal.SIGKILL)
+    done = submit.wait(process)
+
+    assert done.json["status"] == "published"
+    assert published_bytes(tmp_path) == want
+    assert not any(worker.is_running() for worker in workers), "an engine outlived its executor"
+    tried = attempts(tmp_path)
+    for engine in {a["engine"] for a in tried}:
+        mine = [a for a in tried if a["engine"] == engine]
+        assert len({a["pid"] for a in mine}) == 1
+        assert len({tuple(a["devices"]) for a in mine}) == 1, "an engine changed its address"
+    devices = {a["engine"]: tuple(a["devices"]) for a in tried}
+    assert set(devices.values()) == {("0",), ("1",)}
+    alone = [device for engine, device in devices.items() if engine not in held]
+    lost = [device for engine, device in devices.items() if engine in held]
+    assert len(lost) == 1
+    assert len(alone) == len(set(alone)), "two engines on one address"
+
+
+def test_torch_publishes_the_same_bytes(nightshelf, submit, tmp_path, model_folder):
+    write_inputs(tmp_path)
+    config = torch_config(tmp_path, model_folder, run__shard_users=10, run__workers=0)
+    nightshelf("run", config)
+    want = published_bytes(tmp_path)
+    clear(tmp_path)
+    done = submit("run", config, "--output", "json")
+    assert done.json["status"] == "published"
+    assert published_bytes(tmp_path) == want
+
+
+def test_a_killed_driver_leaves_nobody_and_the_run_resumes(nightshelf, submit, tmp_path):
+    write_inputs(tmp_path, num_users=60)
+    config = write_config(tmp_path, engine__backend=SLOW, run__shard_users=5)
+    process = submit.start("run", config)
+    wait_for(lambda: len(receipts(tmp_path)) >= 3, "three shards", process)
+    everybody = session_of(process)
+    assert len(everybody) >= 4, "the JVM, the driver, Spark's daemon, its workers"
+    process.send_signal(signal.SIGKILL)
+    gone, left = psutil.wait_procs(everybody, timeout=60)
+    assert not left
+    done = receipts(tmp_path)
+    assert 3 <= len(done) < 12
+    assert not list(tmp_path.glob("out/**/*.parquet"))
+    resumed = nightshelf("run", config, "--launcher", "local")
+    assert "of 12 shards are done already" in resumed.err
+    after = receipts(tmp_path)
+    assert {name: after[name] for name in done} == done, "a finished shard was scored again"
+    assert (tmp_path / "out/ds=2026-11-28/surface=home/_SUCCESS").exists()
+
+
+def test_a_refused_audit_ends_spark_submit_with_6(submit, tmp_path):
+    """C25, airflow #49717: a failed job was shown as a success."""
+    tables = write_inputs(tmp_path)
+    write(tmp_path, "candidates", tables["candidates"].slice(0, 10))
+    config = write_config(tmp_path, task={"k": 5, "score": {}}, audit={"min_coverage": 0.9})
+    done = submit("run", config, "--output", "json", check=6)
+    assert done.json["error"]["exit_code"] == 6
+    assert "coverage is 0.25, allowed >= 0.9" in done.text
+
+
+def test_a_wrong_setting_ends_it_with_2(submit, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    done = submit("run", config, "--set", "run.shard_userz=3", check=2)
+    assert "run.shard_userz: unknown key; did you mean 'shard_users'?" in done.text
+
+
+def test_a_python_without_the_packages_is_named(submit, tmp_path, empty_python):
+    """Missing packages on executors: the message says which and where, the exit code is 5."""
+    write_inputs(tmp_path, num_users=10)
+    config = write_config(tmp_path)
+    done = submit(
+        "run", config, "--output", "json", check=5, env={"PYSPARK_PYTHON": str(empty_python)}
+    )
+    assert "executors cannot run the driver's Python" in done.json["error"]["message"]
+    assert "spark.pyspark.python" in done.json["error"]["message"]
+    assert len(list(tmp_path.glob("runs/*/shards/*.parquet"))) == 1, "prepared, so it resumes"
+
+
+@pytest.fixture
+def empty_python(tmp_path) -> Path:
+    """A Python that finds Spark's worker and nothing else that is installed here."""
+    import sys
+
+    script = tmp_path / "python-without-packages"
+    script.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    script.chmod(0o755)
+    return script
+
+
+def test_a_backfill_runs_its_days_in_one_driver(submit, tmp_path):
+    tables = write_inputs(tmp_path, num_users=10)
+    write(tmp_path, "users", with_column(tables["users"], "segment", ["s"] * 10))
+    config = write_config(tmp_path, ds=None)
+    days = ("--from", "2026-11-27", "--to", "2026-11-28")
+    done = submit("backfill", config, *days, "--output", "json")
+    assert [(d["ds"], d["state"]) for d in done.json["days"]] == [
+        ("2026-11-27", "published"),
+        ("2026-11-28", "published"),
+    ]
+    assert len(attempts(tmp_path)) == 2, "Spark's workers ran them"

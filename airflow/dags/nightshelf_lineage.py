@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from airflow.providers.openlineage.extractors import OperatorLineage
+from airflow.sdk import ObjectStoragePath
 from openlineage.client.event_v2 import InputDataset, OutputDataset
 from openlineage.client.facet_v2 import (
     input_statistics_input_dataset,
@@ -23,7 +23,8 @@ _Written = output_statistics_output_dataset.OutputStatisticsOutputDatasetFacet
 
 def lineage_of(run_dir: str) -> OperatorLineage:
     """Inputs and output of a published run."""
-    manifest = json.loads((Path(run_dir) / "manifest.json").read_text())
+    folder = ObjectStoragePath(run_dir if "://" in run_dir else f"file://{run_dir}")
+    manifest = json.loads((folder / "manifest.json").read_text())
     plan, published = manifest["plan"], manifest["published"]
     inputs = []
     for table in plan["inputs"].values():

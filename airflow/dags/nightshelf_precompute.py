@@ -7,12 +7,14 @@ environments, and each task starts a command there. `docs/airflow.md` is the man
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 from airflow.sdk import (
@@ -42,6 +44,7 @@ from nightshelf_steps import (  # noqa: E402
 )
 
 STEPS = ("plan", "prepare", "score", "audit", "publish", "report")
+_SCHEDULES = ({"cron", "timezone", "run_offset"}, {"assets", "keys"})
 _ON_SPARK = ("plan", "prepare", "score")
 _RUN_ID = "{{ (ti.xcom_pull(task_ids='prepare') or ti.xcom_pull(task_ids='plan')).run_id }}"
 _ONE_TASK = "{{ {'score': '--set=task.generate=null', 'generate': '--set=task.score=null'}"
@@ -76,11 +79,16 @@ class Surface:
     tags: list[str] = field(default_factory=list)
 
     @property
+    def dag_id(self) -> str:
+        """The surface's name, as far as Airflow allows it in an id."""
+        return "nightshelf_" + re.sub(r"[^A-Za-z0-9_.-]", "_", self.name)
+
+    @property
     def asset(self) -> Asset:
         """What downstream DAGs can wait for."""
         return Asset(
-            name=f"nightshelf_{self.name}",
-            uri=f"nightshelf://recommendations/{self.name}",
+            name=self.dag_id,
+            uri=f"nightshelf://recommendations/{quote(self.name, safe='')}",
             group="nightshelf",
         )
 
@@ -113,6 +121,14 @@ def _surface(name: str, path: Path, settings: dict[str, Any]) -> Surface:
         raise ValueError(f"{path}: {name}: spark_steps may be {_ON_SPARK}, not {sorted(wrong)}")
     if surface.launcher == "spark" and "application" not in surface.spark:
         raise ValueError(f"{path}: {name}: spark.application is missing")
+    schedule = set(surface.schedule or {})
+    if schedule and not any(
+        schedule <= one and schedule & {"cron", "assets"} for one in _SCHEDULES
+    ):
+        raise ValueError(
+            f"{path}: {name}: schedule has {sorted(schedule)}; it may have cron, timezone and "
+            "run_offset, or assets and keys"
+        )
     return surface
 
 
@@ -206,7 +222,8 @@ def _task(surface: Surface, step: str) -> BaseOperator:
             step=step,
             name=f"nightshelf-{surface.name}-{step}",
             application_args=_arguments(step),
-            options=surface.spark,
+            options=surface.spark
+            | {"application": _absolute(surface.folder, surface.spark["application"])},
             **where,
         )
     program = [_absolute(surface.folder, word) for word in surface.command]
@@ -245,9 +262,9 @@ def make_dag(surface: Surface) -> DAG:
     days = _days(surface)
     zone = (surface.schedule or {}).get("timezone", "UTC")
     with DAG(
-        dag_id=f"nightshelf_{surface.name}",
+        dag_id=surface.dag_id,
         description=f"Precompute recommendations for {surface.name}",
-        doc_md=_DOC.format(name=surface.name, config=surface.config),
+        doc_md=_DOC.format(name=surface.name, dag_id=surface.dag_id, config=surface.config),
         schedule=timetable(surface),
         start_date=datetime.combine(surface.start_date, datetime.min.time(), UTC),
         catchup=False,
@@ -302,7 +319,7 @@ tried again already and may be cleared: finished shards are kept. After a repair
 clear from `plan` on. Nothing is published until `audit` has passed, and what was published before
 stays.
 
-**Backfill**: `airflow backfill create --dag-id nightshelf_{name} --from-date 2026-11-01
+**Backfill**: `airflow backfill create --dag-id {dag_id} --from-date 2026-11-01
 --to-date 2026-11-28T23:59 --max-active-runs 2`.
 """
 
@@ -316,4 +333,4 @@ def surfaces_file() -> Path:
 
 
 for _one in read_surfaces(surfaces_file()):
-    globals()[f"nightshelf_{_one.name}"] = make_dag(_one)
+    globals()[_one.dag_id] = make_dag(_one)

@@ -251,6 +251,7 @@ class NightshelfOperator(BaseOperator):
             self.log.info("%s", line.rstrip())
             result = json_object(line) or result
         code = process.wait()
+        process.stdout.close()
         if code != 0:
             error = result.get("error") or {}
             raise StepFailed(self.step, code, error.get("message", "see the task's log"))

@@ -15,7 +15,8 @@ import yaml
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("NIGHTSHELF_PYTHON", str(ROOT / ".venv/bin/python"))  # the main environment
 if importlib.util.find_spec("airflow.sdk"):  # before Airflow: it writes its configuration there
-    os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="airflow-"))
+    _home = tempfile.TemporaryDirectory(prefix="airflow-")  # goes with the process
+    os.environ["AIRFLOW_HOME"] = _home.name
     os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
     os.environ["AIRFLOW__CORE__DAGS_FOLDER"] = str(ROOT / "airflow/dags")
 

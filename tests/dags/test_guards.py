@@ -82,6 +82,8 @@ def test_the_dag_file_is_parsed_quickly_and_loads_no_heavy_library(tmp_path, cap
     pytest.importorskip("airflow.sdk")
     code = """
 import json, sys, time
+for absent in ("torch", "pyspark"):
+    sys.modules[absent] = None  # importing it fails, as where it is not installed
 from airflow.dag_processing.dagbag import DagBag
 start = time.perf_counter()
 bag = DagBag(sys.argv[1])
@@ -89,10 +91,11 @@ print(json.dumps({
     "seconds": time.perf_counter() - start,
     "errors": bag.import_errors,
     "dags": sorted(bag.dags),
-    "loaded": sorted({name.partition(".")[0] for name in sys.modules}),
+    "loaded": sorted({name.partition(".")[0] for name, module in sys.modules.items() if module}),
 }))
 """
-    surfaces = write_surfaces(tmp_path, **{f"s{n}": {"config": "run.yaml"} for n in range(50)})
+    local = {f"s{n}": {"config": "run.yaml"} for n in range(49)}
+    surfaces = write_surfaces(tmp_path, **local, cluster={"config": "run.yaml"} | SPARK)
     done = subprocess.run(
         [sys.executable, "-c", code, str(ROOT / "airflow/dags")],
         capture_output=True,
@@ -123,6 +126,23 @@ def test_every_command_of_a_dag_parses_with_the_command_line(dags, tmp_path):
     assert commands[len(STEPS)][-2:] == ["--set=task.generate=null", "--output=json"]
     assert all("--ds=2026-11-28" in words for words in commands)
     assert in_main_environment(PARSES, json.dumps(commands)) == "all parse\n"
+
+
+def test_a_surface_may_have_any_name_and_paths_start_at_the_file(dags, tmp_path):
+    pytest.importorskip("airflow.sdk")
+    surface = {
+        "config": "../c.yaml",
+        "launcher": "spark",
+        "spark": {"application": "../jobs/spark_submit.py"},
+    }
+    (tmp_path / "airflow").mkdir()
+    bag = dags(write_surfaces(tmp_path / "airflow", **{"feed home/eu": surface}))
+    dag = bag.dags["nightshelf_feed_home_eu"]
+    assert dag.params["surface"] == "feed home/eu"
+    assert dag.params["config"] == f"{tmp_path}/c.yaml"
+    assert dag.get_task("score").application == f"{tmp_path}/jobs/spark_submit.py"
+    uri = dag.get_task("publish").outlets[0].uri
+    assert uri == "nightshelf://recommendations/feed%20home%2Feu"
 
 
 def test_what_a_person_types_stays_one_argument(dags, tmp_path):
@@ -160,6 +180,8 @@ def test_the_surfaces_of_the_repository_are_valid(dags):
         ({"config": "c", "launcher": "slurm"}, "x: launcher is local or spark, not 'slurm'"),
         ({"config": "c", "launcher": "spark"}, "x: spark.application is missing"),
         ({"config": "c", "spark_steps": ["audit"]}, r"x: spark_steps may be"),
+        ({"config": "c", "schedule": {"corn": "@daily"}}, r"x: schedule has \['corn'\]"),
+        ({"config": "c", "schedule": {"timezone": "UTC"}}, r"x: schedule has \['timezone'\]"),
     ],
 )
 def test_a_wrong_surface_is_an_import_error_that_names_it(dags, tmp_path, surface, message):

@@ -228,6 +228,7 @@ def started(standalone):
                "--set", "audit.min_rows=1")  # fmt: skip
     standalone.trigger("refused", "new_day", ds="2026-11-27")
     standalone.trigger("refused", "same_day", ds="2026-11-26")
+    standalone.trigger("refused", "no_day")
     standalone.trigger("flaky", "first", ds="2026-11-28")
     repair = threading.Thread(target=repair_after_one_try, args=(standalone,), daemon=True)
     repair.start()
@@ -299,6 +300,15 @@ def test_exit_6_fails_the_run_at_once_and_the_rows_of_before_stay(started):
     assert len(told) == 1
     assert "audit ended with exit 6 (the audit refused)" in told[0]
     assert "rows_min" in told[0]
+
+
+def test_a_run_without_a_date_fails_at_once_and_is_told(started):
+    airflow, _ = started
+    assert airflow.ended("refused", "no_day")["state"] == "failed"
+    plan = airflow.tasks("refused", "no_day")["plan"]
+    assert (plan["state"], plan["try_number"]) == ("failed", 1)
+    told = until(lambda: [text for text in airflow.heard if "run no_day" in text], "the alert")
+    assert "has no partition date" in told[0]
 
 
 def test_a_published_asset_starts_the_dag_that_waits_for_it(started):

@@ -115,6 +115,8 @@ def test_what_the_engine_forwards_is_counted_as_it_is(inputs, model_folder, nigh
     probes = 6 + 9 + 8 + 14  # of the self-test
     assert found["rows_forwarded"] == sent - probes
     assert found["reused_tokens"] == 0
+    planned = nightshelf("plan", configure(inputs, model_folder), "--output", "json").json
+    assert sent - probes <= planned["estimate"]["rows_forwarded"] <= 2 * sent
 
 
 def test_native_beams_are_counted_and_never_called_exact(inputs, model_folder, nightshelf, double):

@@ -4,12 +4,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 VLLM   := .venv-vllm
+AIRFLOW := .venv-airflow
 JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt bench constraints clean
-.PHONY: bench-quick bench-vllm
+.PHONY: help setup demo test browser check docs fmt bench airflow constraints clean
+.PHONY: bench-quick bench-vllm airflow-test
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +18,7 @@ help:  ## List the targets
 setup: $(READY)  ## Create .venv with everything the demo and the tests need
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev,iceberg,delta]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev,docs,iceberg,delta]'
 	@touch $@
 
 demo: setup  ## Build the MovieLens example, run it both ways, show what came out
@@ -26,14 +27,36 @@ demo: setup  ## Build the MovieLens example, run it both ways, show what came ou
 	$(BIN)/nightshelf run $(MOVIES)/score.yaml
 	$(BIN)/python $(MOVIES)/show_demo.py
 
-test: check  ## Run the checks and every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+test: check browser  ## Run the checks and every test that needs no GPU
+	$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal
+	$(MAKE) airflow-test
 
-check: setup  ## Format, lint, types, import contracts
+browser:  ## Install Chromium, in which tests look at the report (Debian, as root; else it says so)
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || { [ "$$(id -u)" = 0 ] \
+	  && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium chromium-driver; } >/dev/null \
+	  || echo "no chromium and chromedriver here: tests do not look at the report in a browser"
+
+airflow-test: setup $(AIRFLOW)/.ready  ## Test the DAGs in a real Airflow, in its own environment (700 MB)
+	$(AIRFLOW)/bin/python -c 'import airflow.sdk'  # without it the tests would skip, not fail
+	$(AIRFLOW)/bin/python -m pytest -q -rs tests/dags
+
+$(AIRFLOW)/.ready: airflow/requirements.txt airflow/constraints.txt
+	test -x $(AIRFLOW)/bin/python || $(PYTHON) -m venv $(AIRFLOW)
+	$(AIRFLOW)/bin/python -m pip install --quiet --disable-pip-version-check -r airflow/requirements.txt
+	@touch $@
+
+airflow: setup $(AIRFLOW)/.ready  ## Airflow with the example at http://127.0.0.1:8080 (Ctrl-C ends it)
+	test -e $(MOVIES)/build/model || $(BIN)/python $(MOVIES)/build.py
+	airflow/standalone.sh
+
+check: setup docs  ## Format, lint, types, import contracts, and the documentation's site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+
+docs: setup  ## Build the documentation into site/; `mkdocs serve` shows it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 fmt: setup  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
@@ -58,4 +81,4 @@ constraints: setup  ## Write constraints.txt from what is installed
 	mv constraints.tmp constraints.txt
 
 clean:  ## Remove the environment and everything the example made
-	rm -rf $(VENV) $(MOVIES)/build *.egg-info
+	rm -rf $(VENV) $(AIRFLOW) .airflow $(MOVIES)/build site *.egg-info

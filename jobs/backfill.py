@@ -93,7 +93,7 @@ def backfill(
         )
     options = [word for one in overrides for word in ("--set", one)]
     options += ["--launcher", launcher.value] if launcher else []
-    states = _states(settings)
+    states = day_states(settings)
     todo = {day: _needed(states.get(day, "none"), reprocess) for day in days}
 
     def one(day: str) -> Day:
@@ -111,10 +111,10 @@ def backfill(
         return list(pool.map(one, days))
 
 
-def _states(settings: RunConfig) -> dict[str, str]:
-    """The best state that any run of a day has reached, for this surface."""
+def day_states(settings: RunConfig, ds: str = "") -> dict[str, str]:
+    """The best state that any run of a day has reached, for this surface; of every day, or one."""
     states: dict[str, str] = {}
-    for run in all_runs(settings.run.work_dir):
+    for run in all_runs(settings.run.work_dir, ds):
         mine = (run.surface, run.table) == (settings.surface, table_key(settings))
         if mine and states.get(run.ds) != "published":
             states[run.ds] = "published" if run.status == "replaced" else run.status

@@ -28,7 +28,9 @@ def bench(
     ] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Time the engine beside its peers on this machine; the last line of stdout is JSON.
+    """Time the engine beside its peers on this machine.
+
+    The last line of stdout is JSON.
 
     Everything else is passed on: `nightshelf bench -- --help` lists it.
     """

@@ -40,7 +40,10 @@ def check(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Report every problem of the catalog, its SID tokens and the model's vocabulary at once."""
+    """Report every problem of a catalog at once.
+
+    Its items, its SID tokens, and the model's vocabulary.
+    """
     reports: list[CatalogReport] = []
 
     def body() -> None:
@@ -61,7 +64,7 @@ def stats(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Measure the catalog: collisions, branching by level, and rows a candidate set forwards."""
+    """Measure a catalog: collisions, branching, rows forwarded."""
 
     def body() -> None:
         _print_stats(catalog_stats(load_config(config, overrides=set_, ds=ds)), output)

@@ -1,7 +1,8 @@
 """The command line. Results on stdout, progress on stderr; `--output json` ends with one JSON line.
 
 Exit codes: 0 published · 2 usage or configuration · 3 an input breaks its contract · 4 some shards
-failed, running again is safe · 5 the engine cannot start · 6 the audit refused · 130 interrupted.
+failed, running again is safe · 5 the engine cannot start · 6 the audit refused, or `compare` found
+too much · 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import typer
 
 from jobs.bench_cli import BENCH_CONTEXT, bench
 from jobs.catalog_cli import catalog
+from jobs.doctor_cli import doctor
+from jobs.help_pages import arrange
+from jobs.init_cli import init
 from jobs.inspect import all_runs, run_status, show_user
 from jobs.judge_cli import judge
 from jobs.launchers import LauncherOption, open_launcher
@@ -32,9 +36,11 @@ from jobs.options import (
 from jobs.printing import print_plan, print_runs, print_summary, print_user
 from jobs.progress import open_progress
 from jobs.publish_cli import rollback
+from jobs.report_cli import report
 from jobs.run import plan_path, run_job
 from jobs.steps_cli import steps
 from jobs.upkeep_cli import upkeep
+from jobs.validate_cli import validate
 from pipelines import files
 from pipelines.plan import plan_run
 from schemas.config_file import load_config
@@ -46,7 +52,6 @@ app = typer.Typer(
     "generative recommender, from tables to tables.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(catalog, name="catalog")
 
@@ -78,7 +83,10 @@ def run(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Plan, prepare, score, audit and publish one run. Running it again continues it."""
+    """Plan, score, audit, publish and report one run.
+
+    Running it again continues it.
+    """
 
     def body() -> None:
         settings = load_config(config, overrides=set_, ds=ds)
@@ -102,7 +110,7 @@ def plan(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Check the configuration and the inputs, and say what a run would do."""
+    """Check configuration and inputs, and say what a run would do."""
 
     def body() -> None:
         settings = load_config(config, overrides=set_, ds=ds)
@@ -121,7 +129,7 @@ def status(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Show the runs of a configuration's work folder, or one run."""
+    """Show the runs of a work folder, or one run."""
 
     def body() -> None:
         if files.exists(plan_path(target)):
@@ -142,7 +150,7 @@ def show(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Show what is published for one user, with the catalog's titles."""
+    """Show what is published for one user, with titles."""
 
     def body() -> None:
         settings = load_config(config, overrides=set_, ds=ds)
@@ -160,8 +168,13 @@ def schema() -> None:
 app.registered_commands += steps.registered_commands
 app.registered_commands += upkeep.registered_commands
 app.registered_commands += judge.registered_commands
+app.command()(report)
 app.command()(rollback)
+app.command()(init)
+app.command()(validate)
+app.command()(doctor)
 app.command(context_settings=BENCH_CONTEXT)(bench)
+arrange(app)
 
 
 def main() -> NoReturn:

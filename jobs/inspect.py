@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import polars as pl
-import pyarrow as pa
 
 from jobs.run import load_plan, manifest_path
 from pipelines import files
-from pipelines.catalog import Catalog, is_saved
-from pipelines.items import catalog_dir, open_items
+from pipelines.catalog import is_saved
+from pipelines.items import catalog_dir, open_items, titles
 from pipelines.prepare import shard_of, shards_of
 from pipelines.profile import published_marker, table_key
 from pipelines.publish import open_table
@@ -68,14 +67,15 @@ def _current_run(plan: RunPlan) -> str | None:
     return None if published is None else published.run_id
 
 
-def all_runs(work_dir: str) -> list[RunStatus]:
-    """Status of every run below a work folder, newest date last."""
+def all_runs(work_dir: str, ds: str = "") -> list[RunStatus]:
+    """Status of every run below a work folder, or of one date's, newest date last."""
     root = files.local_path(work_dir) or work_dir
     fs, inside = files.filesystem(root)
     fs.invalidate_cache()
     if not fs.isdir(inside):
         return []
-    folders = sorted(p for p in fs.ls(inside, detail=False) if fs.exists(f"{p}/plan.json"))
+    named = (p for p in fs.ls(inside, detail=False) if p.rpartition("/")[2].startswith(ds))
+    folders = sorted(p for p in named if fs.exists(f"{p}/plan.json"))  # a run's id begins with ds
     return [_status_or_unreadable(folder) for folder in folders]
 
 
@@ -138,8 +138,10 @@ def show_user(config: RunConfig, user: str) -> UserView:
     if "items" in rows.columns:  # the wide layout
         rows = rows.select("items").explode("items").unnest("items").with_row_index("rank", 1)
     catalog = open_items(plan) if is_saved(catalog_dir(plan)) else None
-    titles = _titles(catalog, rows["item_id"])
-    rows = rows.select("rank", "item_id", "score", "source").with_columns(titles).sort("rank")
+    named = pl.Series("title", [None] * len(rows), dtype=pl.String)
+    if catalog is not None:
+        named = pl.Series("title", titles(plan.config, catalog, rows["item_id"].to_arrow()))
+    rows = rows.select("rank", "item_id", "score", "source").with_columns(named).sort("rank")
     return UserView(user=user, rows=rows.to_dicts(), exact=exact, run_id=plan.run_id, why_not=None)
 
 
@@ -161,17 +163,6 @@ def published_plan(config: RunConfig) -> RunPlan:
             do="Run it first: nightshelf run CONFIG.",
         )
     return load_plan(files.join(config.run.work_dir, published.run_id))
-
-
-def _titles(catalog: Catalog | None, items: pl.Series) -> pl.Series:
-    """Title, else text, of each item; null where the catalog has neither."""
-    named = [c for c in ("title", "text") if catalog and c in catalog.table.column_names]
-    if catalog is None or not named:
-        return pl.Series("title", [None] * len(items), dtype=pl.String)
-    at = catalog.positions(items.to_arrow().cast(catalog.item_ids.type))
-    column = catalog.table.column(named[0]).combine_chunks()
-    found = column.take(pa.array(at, mask=at < 0))
-    return pl.Series("title", found.to_pylist(), dtype=pl.String)
 
 
 def _why_not(plan: RunPlan, index: int | None, user: str) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from jobs.inspect import published_plan
 from jobs.judge_printing import print_comparison, print_evaluation
-from jobs.options import DebugOption, DsOption, Output, OutputOption, SetOption, guard
+from jobs.options import DebugOption, DsOption, Output, OutputOption, SetOption, guard, stderr
+from jobs.progress import AnyProgress, open_progress
 from jobs.run import load_plan, plan_path, receipts_of
 from pipelines import files
 from pipelines.compare import CompareOptions, Limits, ScoredRun, compare_runs
@@ -53,7 +56,7 @@ def evaluate(
         typer.Option(metavar="PATH", help="Past interactions to count as popularity."),
     ] = None,
     bootstrap: Annotated[
-        int, typer.Option(min=0, help="Samples of users for 95 % intervals; 0: none.")
+        int, typer.Option(min=0, max=100_000, help="Samples of users for 95 % intervals; 0: none.")
     ] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of the samples and the random lists.")] = 0,
     ds: DsOption = None,
@@ -68,7 +71,10 @@ def evaluate(
         options = EvaluateOptions(
             k=_depths(k), by=by, users=users, train=train, bootstrap=bootstrap, seed=seed
         )
-        print_evaluation(evaluate_run(plan, _receipts(plan), truth, options), output)
+        receipts = _receipts(plan)
+        with _progress("evaluate", receipts) as progress:
+            found = evaluate_run(plan, receipts, truth, options, progress.advance)
+        print_evaluation(found, output)
 
     guard(body, output, debug)
 
@@ -117,7 +123,8 @@ def compare(
             max_users_lost=max_users_lost,
         )
         options = CompareOptions(k=_depths(k), rbo_p=rbo_p, by=by, users=users, limits=limits)
-        found = compare_runs(a, b, options)
+        with _progress("compare", a.receipts) as progress:
+            found = compare_runs(a, b, options, progress.advance)
         print_comparison(found, output)
         if found.refused:
             raise ComparisonRefusedError(
@@ -127,6 +134,15 @@ def compare(
             )
 
     guard(body, output, debug)
+
+
+@contextmanager
+def _progress(step: str, receipts: list[ShardReceipt]) -> Iterator[AnyProgress]:
+    """A bar over the users of a run."""
+    with open_progress(stderr()) as progress:
+        progress.step(step)
+        progress.start(sum(receipt.counts.users_in for receipt in receipts))
+        yield progress
 
 
 def _the_run(target: str, ds: str | None, set_: list[str] | None) -> RunPlan:

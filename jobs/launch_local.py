@@ -52,6 +52,8 @@ class _Device:
 class LocalLauncher:
     """Runs shards in worker processes of this machine; with 0 workers, in this process."""
 
+    name = "local"
+
     def locate(self, config: RunConfig) -> RunConfig:
         """The configuration as it is: its inputs are files."""
         return config

@@ -51,6 +51,8 @@ _DDL = "shard long, failure string"
 class SparkLauncher:
     """Runs shards in the executors of a Spark application."""
 
+    name = "spark"
+
     def __init__(self, app: SparkApp) -> None:
         self._app = app
         self._profile: ResourceProfile | None = None  # equal ones are not the same one to Spark

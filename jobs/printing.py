@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import typer
+from rich.style import Style
 from rich.table import Table
+from rich.text import Text
 
+from jobs.backfill import day_states
 from jobs.inspect import RunStatus, UserView
 from jobs.options import Output, stdout
 from pipelines.estimate import Estimate, estimate, table_bytes
@@ -28,6 +32,8 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
         got = ("  embedded", f"{summary['users_embedded']:,}")
     console = stdout()
     table = Table(title=f"run {summary['run_id']}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(overflow="fold")  # a path that is cut short is of no use
     for label, value in (
         ("status", summary["status"]),
         ("users in", f"{summary['users_in']:,}"),
@@ -45,9 +51,17 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
         ("time", f"{summary['seconds']:.1f} s, {summary['users_per_s']:,.0f} users/s"),
         ("table", summary["published"]),
         ("run folder", summary["run_dir"]),
+        ("report", _link(summary["report"])),
     ):
-        table.add_row(label, str(value))
+        table.add_row(label, value if isinstance(value, Text) else str(value))
     console.print(table)
+
+
+def _link(report: str | None) -> Text:
+    """The page, to be clicked where the terminal can."""
+    if report is None:
+        return Text("not written")
+    return Text(report, style=Style(link=Path(report).absolute().as_uri()))
 
 
 def _cost(summary: dict[str, Any]) -> str:
@@ -81,6 +95,7 @@ def print_plan(plan: RunPlan, output: Output) -> None:
         found = {
             "run_id": plan.run_id,
             "status": "planned",
+            "before": day_states(plan.config, plan.ds).get(plan.ds, "none"),
             "ds": plan.ds,
             "surface": plan.surface,
             "shards": plan.num_shards,

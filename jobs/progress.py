@@ -8,7 +8,7 @@ import datetime as dt
 import json
 import time
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -16,7 +16,9 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskID,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
@@ -35,43 +37,74 @@ class _Rate(ProgressColumn):
         return Text(f"{speed:,.0f} users/s" if speed else "- users/s", style="cyan")
 
 
+class _WhenCounting(ProgressColumn):
+    """Another column, once there is a number of users to reach."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Task) -> RenderableType:
+        """The column, or nothing."""
+        return "" if task.total is None else self._column(task)
+
+
 class TerminalProgress:
-    """A bar that is redrawn in place."""
+    """A line per step that is done, and below them the present one, redrawn in place."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        counting = (BarColumn(), MofNCompleteColumn(), TextColumn("users"), _Rate())
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("users"),
-            _Rate(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
+            *(_WhenCounting(column) for column in counting),
+            TimeElapsedColumn(),
+            *(_WhenCounting(column) for column in (TextColumn("ETA"), TimeRemainingColumn())),
             console=console,
             transient=True,
         )
-        self._task = self._bar.add_task("plan", total=None)
+        self._task: TaskID | None = None
+        self._name, self._started = "", 0.0
 
     def __enter__(self) -> TerminalProgress:
         self._bar.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end(done=kind is None)
         self._bar.stop()
 
     def step(self, name: str) -> None:
         """A step of the run begins."""
-        self._bar.update(self._task, description=name)
+        self._end(done=True)
+        self._name, self._started = name, time.monotonic()
+        self._task = self._bar.add_task(name, total=None)
+
+    def _end(self, *, done: bool) -> None:
+        """Leave a line of the present step, if there is one."""
+        if self._task is None:
+            return
+        counted = self._bar.tasks[0]
+        users = f"  {counted.completed:,.0f} users" if counted.total is not None else ""
+        self._bar.remove_task(self._task)
+        self._task = None
+        mark, style = ("✓", "green") if done else ("✗", "red")
+        took = f"{time.monotonic() - self._started:7.1f} s"
+        self._console.print(
+            Text.assemble((mark, style), f" {self._name:<8}{took}{users}"), highlight=False
+        )
 
     def start(self, users: int) -> None:
         """Scoring begins."""
-        self._bar.reset(self._task, total=users)
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(self._name, total=users)
 
     def advance(self, users: int) -> None:
         """So many users more are done."""
-        self._bar.advance(self._task, users)
+        if self._task is not None:
+            self._bar.advance(self._task, users)
 
     def note(self, message: str) -> None:
         """Something a person should know."""
@@ -84,6 +117,7 @@ class LineProgress:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._done = self._total = 0
+        self._step = "score"
         self._started = self._said = time.monotonic()
 
     def __enter__(self) -> LineProgress:
@@ -94,6 +128,7 @@ class LineProgress:
 
     def step(self, name: str) -> None:
         """A step of the run begins."""
+        self._step = name
         self._say(name)
 
     def start(self, users: int) -> None:
@@ -113,7 +148,8 @@ class LineProgress:
         self._report(rate, left)
 
     def _report(self, rate: float, left: float) -> None:
-        self._say(f"score {self._done}/{self._total} users, {rate:,.0f} users/s, ETA {left:,.0f} s")
+        done = f"{self._step} {self._done}/{self._total} users"
+        self._say(f"{done}, {rate:,.0f} users/s, ETA {left:,.0f} s")
 
     def note(self, message: str) -> None:
         """Something a person should know."""
@@ -152,7 +188,11 @@ AnyProgress = TerminalProgress | LineProgress
 
 
 def open_progress(console: Console, log_format: LogFormat = LogFormat.text) -> AnyProgress:
-    """A bar on a terminal, lines elsewhere; JSON lines where they are asked for."""
+    """A bar on a terminal, lines elsewhere; JSON lines where they are asked for.
+
+    A terminal that can redraw: not `TERM=dumb`, and not the log of a job that forces colours.
+    """
     if log_format is LogFormat.json:
         return JsonProgress(console)
-    return TerminalProgress(console) if console.is_terminal else LineProgress(console)
+    redraws = console.is_interactive and console.file.isatty()
+    return TerminalProgress(console) if redraws else LineProgress(console)

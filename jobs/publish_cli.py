@@ -23,7 +23,10 @@ def rollback(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Publish an older run of a date and surface again; nothing is scored."""
+    """Publish an older run of a date and surface again.
+
+    Nothing is scored.
+    """
 
     def body() -> None:
         published = publish_older(load_config(config, overrides=set_, ds=ds), run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,6 +75,8 @@ class Launcher(Protocol):
 
     def published(self, plan: RunPlan, progress: Progress) -> None:
         """The run's rows are visible now."""
+
+    name: str  # as the manifest says it
 
     def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
         """Get every shard a receipt; the reasons of those that failed, by shard."""
@@ -153,6 +155,7 @@ def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clo
     failed: dict[int, str] = {}
     if todo:
         progress.step("score")
+        files.write_json(_launch_path(plan), {"launcher": launcher.name})
         failed = launcher.launch(plan, todo, progress)
     receipts = receipts_of(plan)
     missing = {s.index for s in shards} - {r.shard for r in receipts}
@@ -242,6 +245,10 @@ def _all_receipts(plan: RunPlan) -> list[ShardReceipt]:
     return receipts
 
 
+def _launch_path(plan: RunPlan) -> str:
+    return files.join(plan.run_dir, "launch.json")
+
+
 def _audit_path(plan: RunPlan) -> str:
     return files.join(plan.run_dir, "audit.json")
 
@@ -327,13 +334,60 @@ def _write_manifest(
         finished_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         seconds=clock.seconds,
         versions=_versions(),
+        launcher=_launcher(plan),
     )
-    files.write_json(manifest_path(plan.run_dir), manifest.model_dump(mode="json"))
+    keep_manifest(manifest)
+    if status == "published":  # else the step that failed is still the one at work
+        progress.step("report")
+    try:
+        manifest = report_of(manifest)
+    except Exception as err:  # a page: the run is what it is, whatever becomes of it
+        progress.note(f"the report could not be written: {type(err).__name__}: {err}")
     try:
         write_metrics(manifest)
     except OSError as err:  # the run is what it is, whatever becomes of its numbers
         progress.note(f"metrics could not be written: {err}")
     return manifest
+
+
+def load_manifest(plan: RunPlan) -> RunManifest:
+    """The manifest of a run that has ended.
+
+    Raises:
+        RunError: it has not.
+        StorageError: it cannot be read: it is damaged, or of another version.
+    """
+    path = manifest_path(plan.run_dir)
+    if not files.exists(path):
+        raise RunError("the run has not ended yet", where=plan.run_dir, do="Run it to its end.")
+    try:
+        return RunManifest.model_validate(files.read_json(path))
+    except ValueError as err:
+        first = str(err).splitlines()[0]
+        raise StorageError("a run's manifest cannot be read", got=first, where=path) from err
+
+
+def keep_manifest(manifest: RunManifest) -> None:
+    """Write the manifest into the run's folder."""
+    path = manifest_path(manifest.plan.run_dir)
+    files.write_json(path, manifest.model_dump(mode="json"))
+
+
+def report_of(manifest: RunManifest, users: Sequence[str] = ()) -> RunManifest:
+    """Write the report of a run, and the manifest that names it.
+
+    Raises: as `pipelines.report.write_report`.
+    """
+    from pipelines.report import write_report  # loads jinja2 and matplotlib
+
+    manifest = write_report(manifest, users)
+    keep_manifest(manifest)
+    return manifest
+
+
+def _launcher(plan: RunPlan) -> str | None:
+    path = _launch_path(plan)
+    return str(files.read_json(path)["launcher"]) if files.exists(path) else None
 
 
 def _versions() -> dict[str, str]:

@@ -24,6 +24,7 @@ from schemas.eligibility import attributes, user_columns
 from schemas.errors import StorageError, TableError, quoted
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
+from schemas.tables import USER_CANDIDATES, USER_EXCLUSIONS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -57,6 +58,7 @@ def columns_of(config: RunConfig, name: str) -> set[str]:
     rule = config.task.eligible
     if name == "users":
         columns = {"user_id", "embedding", "history", "user_sid", "segment"}
+        columns |= {USER_CANDIDATES, USER_EXCLUSIONS} if config.inputs.self_contained else set()
         columns |= set(config.prompt.parsed.columns) | set(user_columns(rule) if rule else ())
         columns |= {config.task.k_column} if config.task.k_column else set()
         labels = config.task.label.labels_column if config.task.label else None

@@ -1,14 +1,14 @@
 """The steps of a run, one command each, for schedulers that retry them one by one.
 
-A step takes the configuration, as `run` does, or the folder of a run that is planned already, so
-that a step cannot slip into another run when an input changes in between.
+A step takes the configuration, as `run` does, or a run that is planned already, by its folder or
+its id, so that a step cannot slip into another run when an input changes in between.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -60,31 +60,62 @@ RunIdOption = Annotated[
 
 
 def the_plan(
-    target: str, run_id: str | None, ds: str | None, set_: list[str] | None
+    target: str,
+    run_id: str | None,
+    ds: str | None,
+    set_: list[str] | None,
+    *,
+    same_model: bool = True,
 ) -> RunPlan | RunConfig:
     """The plan of a run folder or of a run id; or a configuration, which is to be planned.
 
+    Args:
+        same_model: insist that the model is the one that was planned with.
+
     Raises:
-        ConfigError: --ds or --set for a run that is planned already.
+        ConfigError: --ds or --set say something else than a run that is planned already.
         RunError: its model is another one now.
     """
-    folder = files.exists(plan_path(target))
-    changes = [one for one in set_ or [] if not one.startswith("run.work_dir=")]
-    if (folder or run_id is not None) and (ds is not None or changes or (folder and set_)):
-        raise ConfigError(
-            "--ds and --set cannot change a run that is planned",
-            got=" ".join(filter(None, [ds, *(set_ or [])])),
-            do="Plan another one with `nightshelf prepare CONFIG`.",
-        )
-    if folder:
+    if files.exists(plan_path(target)):
         plan = load_plan(target)
+        changes = list(set_ or [])
     else:
         config = load_config(target, overrides=set_, ds=ds)
         if run_id is None:
             return config
         plan = load_plan(files.join(config.run.work_dir, run_id))
-    check_unchanged(plan)
+        changes = _changes(plan, config, set_ or [])
+    if ds is not None and ds != plan.ds:
+        changes.append(f"--ds {ds}")
+    if changes:
+        raise ConfigError(
+            "--ds and --set cannot change a run that is planned",
+            expected=f"what run {plan.run_id} was planned with",
+            got=" ".join(changes),
+            do="Plan another one with `nightshelf prepare CONFIG`.",
+        )
+    if same_model:
+        check_unchanged(plan)
     return plan
+
+
+def _changes(plan: RunPlan, config: RunConfig, set_: list[str]) -> list[str]:
+    """Those of the overrides that the run was not planned with. The work folder may be named
+    another way: the run was found in it.
+    """
+    planned, asked = plan.config.model_dump(mode="json"), config.model_dump(mode="json")
+    keys = {one: one.partition("=")[0].split(".") for one in set_}
+    return [
+        one
+        for one, key in keys.items()
+        if key != ["run", "work_dir"] and _at(planned, key) != _at(asked, key)
+    ]
+
+
+def _at(settings: Any, key: list[str]) -> Any:
+    for name in key:
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    return settings
 
 
 Step = Callable[[RunPlan, Launcher, AnyProgress, Output], None]
@@ -149,12 +180,12 @@ def _publish(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: O
     print_summary(publish_step(plan, launcher, progress, Clock()), output)
 
 
-_command("prepare", _prepare, "Plan a run and write its shards. Prints the run's id and folder.")
+_command("prepare", _prepare, "Plan a run and write its shards.\n\nPrints the run's id and folder.")
 _command("score", _score, "Score the shards of a prepared run that are not done yet.")
 _command(
     "audit",
     _audit,
-    "Apply the audit's gates to a scored run, and show them all. Exit 6 when one refuses.",
+    "Apply the audit's gates to a scored run, and show them all.\n\nExit 6 when one refuses.",
 )
 _command("publish", _publish, "Publish a run that its audit let pass.")
 

@@ -56,7 +56,10 @@ def backfill(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Run every day of a range. Exit 4 when any of them failed; the others are published."""
+    """Run every day of a range.
+
+    Exit 4 when any of them failed; the others are published.
+    """
 
     def body() -> None:
         progress = stderr()
@@ -111,7 +114,10 @@ def gc(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Remove shards and staged files of runs that are done with. Never a published table."""
+    """Remove shards and staged files of runs that are done with.
+
+    Never a published table.
+    """
 
     def body() -> None:
         work_dir = load_config(config, overrides=set_).run.work_dir
@@ -143,7 +149,10 @@ def export(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Write what is published for a date as one record per user, for a store's bulk loader."""
+    """Write what is published as one record per user.
+
+    For the bulk loader of a serving store.
+    """
 
     def body() -> None:
         settings = load_config(config, overrides=set_, ds=ds)

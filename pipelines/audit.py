@@ -160,7 +160,7 @@ def _change_gates(plan: RunPlan, profile: RunProfile, sample: pl.DataFrame) -> l
             common, users = overlap(rows, sample)
             over = f", over {users} users"
         change = abs(profile.rows / then.rows - 1) if then.rows else None
-    return [
+    gates = [
         threshold(
             "score_drift", drift, f"PSI of the scores, {against}", most=settings.max_score_drift
         ),
@@ -172,6 +172,8 @@ def _change_gates(plan: RunPlan, profile: RunProfile, sample: pl.DataFrame) -> l
             most=settings.max_row_change,
         ),
     ]  # fmt: skip
+    other = before[0].run_id if before is not None else None
+    return [gate.model_copy(update={"against": other}) for gate in gates]
 
 
 def _embedding_gates(

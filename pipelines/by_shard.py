@@ -11,7 +11,8 @@ from pathlib import Path
 import polars as pl
 
 from pipelines import files
-from pipelines.prepare import SHARD, id_dtype, shard_column, shards_of
+from pipelines.prepare import SHARD, shard_column, shards_of
+from pipelines.shard_columns import id_dtype, scan
 from pipelines.shard_table import read_users
 from schemas.errors import ConfigError, TableError, did_you_mean
 from schemas.runs import RunPlan, ShardReceipt
@@ -57,11 +58,6 @@ def _in_shards(frame: pl.LazyFrame, plan: RunPlan) -> pl.LazyFrame:
     ]
     places = pl.concat(shards).unique("user_id")
     return frame.join(places, on="user_id", how="left").with_columns(pl.col(SHARD).fill_null(0))
-
-
-def scan(path: str) -> pl.LazyFrame:
-    """One Parquet file, lazily, without columns from its path."""
-    return pl.scan_parquet(path, glob=False, hive_partitioning=False)
 
 
 def same_id_type(table: str, column: str, got: IdType, want: IdType, where: str) -> None:

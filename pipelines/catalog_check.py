@@ -81,30 +81,37 @@ def check_catalog(config: RunConfig) -> CatalogReport:
     Items named by text have no semantic IDs to look at: what is told is the first problem that
     keeps them from being read.
     """
+    problems: list[Problem] = []
+    vocabulary = None
+    if config.sid is not None:
+        problems, vocabulary = check_vocabulary(config)
+    found, facts, _ = check_rows(config)
+    return CatalogReport((*problems, *found), facts, vocabulary)
+
+
+def check_rows(
+    config: RunConfig,
+) -> tuple[list[Problem], CatalogFacts | None, pa.Array | None]:
+    """Every problem of the catalog's files and items, what the good ones hold, and the item ids;
+    None where the files cannot be read.
+    """
     if config.sid is None:
-        return _check_texts(config)
-    problems, vocabulary = _check_model(config)
-    table, found = _read(config)
-    problems += found
-    facts = None
-    if table is not None:
-        found, facts = _check_items(table, config.space)
-        problems += found
-    return CatalogReport(tuple(problems), facts, vocabulary)
-
-
-def _check_texts(config: RunConfig) -> CatalogReport:
-    try:
-        read_items(config, list_items(config))
-    except NightshelfError as err:
-        return CatalogReport((_of_error("unreadable", err),), None, None)
-    return CatalogReport((), None, None)
+        try:
+            return [], None, read_items(config, list_items(config)).item_ids
+        except NightshelfError as err:
+            return [_of_error("unreadable", err)], None, None
+    table, problems = _read(config)
+    if table is None:
+        return problems, None, None
+    found, facts = _check_items(table, config.space)
+    return problems + found, facts, table.column("item_id").combine_chunks()
 
 
 # --- SID tokens, tokenizer, checkpoint ------------------------------------------------------------
 
 
-def _check_model(config: RunConfig) -> tuple[list[Problem], VocabularySizes | None]:
+def check_vocabulary(config: RunConfig) -> tuple[list[Problem], VocabularySizes | None]:
+    """How the SID tokens, the tokenizer and the checkpoint fit together."""
     if config.engine.model is None:  # bytes, and SID tokens of our own making
         return _check_tokens(config.space, load_tokenizer(config), None), None
     try:

@@ -7,6 +7,7 @@ they are cut into different numbers of shards, the second is cut again as the fi
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import polars as pl
 from pipelines import files
 from pipelines.agreement import CommonItems, Floats
 from pipelines.audit import threshold
-from pipelines.by_shard import ByShard, Segments, depths, scan, staged_rows
+from pipelines.by_shard import ByShard, Segments, depths, staged_rows
 from pipelines.profile import task_kind
+from pipelines.shard_columns import scan
 from schemas.errors import ConfigError
 from schemas.judgements import (
     Agreement,
@@ -65,8 +67,13 @@ class ScoredRun:
     receipts: list[ShardReceipt]
 
 
-def compare_runs(a: ScoredRun, b: ScoredRun, options: CompareOptions) -> Comparison:
-    """Compare B with A.
+def compare_runs(
+    a: ScoredRun,
+    b: ScoredRun,
+    options: CompareOptions,
+    progress: Callable[[int], None] = lambda users: None,
+) -> Comparison:
+    """Compare B with A; `progress` is told how many users of A more are done.
 
     Raises:
         ConfigError: ids of different types, a cut-off that lists are too short for, an unknown
@@ -87,6 +94,7 @@ def compare_runs(a: ScoredRun, b: ScoredRun, options: CompareOptions) -> Compari
         both = _Comparer(a, b, options, Path(folder))
         for receipt in sorted(a.receipts, key=lambda one: one.shard):
             both.add(receipt)
+            progress(receipt.counts.users_in)
         return both.verdict()
 
 

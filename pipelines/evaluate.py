@@ -11,6 +11,7 @@ reason; users without truth are left out. Both are counted.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,9 @@ from schemas.requests import Ints, Ragged
 from schemas.runs import RunPlan, ShardReceipt
 
 METHODS = ("run", "popularity", "random")
+_MOST_SEGMENTS = 1000
 _MOST_CELLS = 1 << 28  # segments x items, for coverage
+_MOST_MEANS = 1 << 25  # segments x samples x metrics
 _NEVER = np.iinfo(np.int32).max
 
 
@@ -56,9 +59,13 @@ class EvaluateOptions:
 
 
 def evaluate_run(
-    plan: RunPlan, receipts: list[ShardReceipt], truth: str, options: EvaluateOptions
+    plan: RunPlan,
+    receipts: list[ShardReceipt],
+    truth: str,
+    options: EvaluateOptions,
+    progress: Callable[[int], None] = lambda users: None,
 ) -> Evaluation:
-    """Judge a run that has all its receipts.
+    """Judge a run that has all its receipts; `progress` is told how many users more are done.
 
     Raises:
         ConfigError: a cut-off that the lists are too short for, an unknown --by column.
@@ -70,6 +77,7 @@ def evaluate_run(
         judge = _Judge(plan, truth, options, Path(folder))
         for receipt in sorted(receipts, key=lambda one: one.shard):
             judge.add(receipt)
+            progress(receipt.counts.users_in)
         return judge.verdict()
 
 
@@ -234,12 +242,15 @@ class _Judge:
         return groups
 
     def _check_segments(self) -> None:
-        most = max(1, _MOST_CELLS // (self._num_items * len(self._methods)))
-        if len(self._by_segment) > min(most, 1000):
+        items = self._num_items * len(self._methods)
+        means = self._all.means.cells
+        most = max(1, min(_MOST_SEGMENTS, _MOST_CELLS // items, _MOST_MEANS // means))
+        if len(self._by_segment) > most:
             raise ConfigError(
                 f"--by {self._options.by} has too many values",
-                expected=f"at most {min(most, 1000)} with {self._num_items:,} items",
-                do="Choose a column of fewer values.",
+                expected=f"at most {most} with {self._num_items:,} items and "
+                f"{self._options.bootstrap:,} samples",
+                do="Choose a column of fewer values, or a smaller --bootstrap.",
             )
 
     def verdict(self) -> Evaluation:

@@ -136,7 +136,9 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
     try:
         info = fs.info(inside)
         if info["size"] == 0:
-            raise TableError(f"{table}: the file is empty (0 bytes)", where=path)
+            raise TableError(
+                f"{table}: the file is empty (0 bytes)", expected="a Parquet file", where=path
+            )
         with fs.open(inside, "rb") as handle:
             parquet = pq.ParquetFile(handle)
             rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
@@ -187,13 +189,14 @@ def column_range(path: str, column: str) -> tuple[Any, Any] | None:
 
 
 @retried
-def read_head(path: str, rows: int) -> pa.Table:
+def read_head(path: str, rows: int, columns: list[str] | None = None) -> pa.Table:
     """The first rows of a Parquet file, at most as many."""
     fs, inside = filesystem(path)
     with fs.open(inside, "rb") as handle:
         parquet = pq.ParquetFile(handle, pre_buffer=False)
         # Without threads: one that still reads ahead when the process ends takes it down.
-        batch = next(parquet.iter_batches(batch_size=rows, use_threads=False), None)
+        batches = parquet.iter_batches(batch_size=rows, columns=columns, use_threads=False)
+        batch = next(batches, None)
         schema = parquet.schema_arrow
     return schema.empty_table() if batch is None else pa.Table.from_batches([batch])
 

@@ -50,8 +50,10 @@ def items_contract(config: RunConfig) -> TableContract:
 
 
 def _attributes(config: RunConfig) -> tuple[str, ...]:
-    rule = config.task.eligible
-    return attributes(rule) if rule else ()
+    """Columns of the catalog to keep: what the eligibility reads, and the titles."""
+    rule, title = config.task.eligible, config.report.title_column
+    names = (*(attributes(rule) if rule else ()), *((title,) if title else ()))
+    return tuple(dict.fromkeys(names))
 
 
 def read_items(config: RunConfig, paths: list[str]) -> Catalog:
@@ -72,6 +74,29 @@ def read_items(config: RunConfig, paths: list[str]) -> Catalog:
         _attributes(config),
         end_after=config.sid.end_after,
     )
+
+
+def title_column(config: RunConfig, catalog: Catalog) -> str | None:
+    """The catalog's column that names items to people: `report.title_column`, else title or text.
+
+    A catalog that was prepared before the setting changed may not have it.
+    """
+    text = config.text.column if config.text is not None else "text"
+    wanted = (config.report.title_column, "title", text)
+    return next((name for name in wanted if name in catalog.table.column_names), None)
+
+
+def titles(config: RunConfig, catalog: Catalog, items: pa.Array) -> pa.Array:
+    """The title of each item id, as text; null where there is none."""
+    name = title_column(config, catalog)
+    if name is None:
+        return pa.nulls(len(items), pa.string())
+    at = catalog.positions(items.cast(catalog.item_ids.type))
+    column = catalog.table.column(name).combine_chunks()
+    found = column.take(pa.array(at, mask=at < 0))
+    if pa.types.is_nested(found.type):  # a list of genres is a title too
+        return pa.array([None if x is None else str(x) for x in found.to_pylist()], pa.string())
+    return found.cast(pa.string())
 
 
 def open_items(plan: RunPlan) -> Catalog | None:

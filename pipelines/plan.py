@@ -8,7 +8,7 @@ that running it again continues it, and any change starts another.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,9 @@ from schemas.settings import RunConfig
 from schemas.tables import (
     EXCLUSIONS,
     USER_EXCLUSIONS,
+    CandidateShape,
     IdType,
+    TableContract,
     candidate_shape,
     id_type,
     same_values,
@@ -65,17 +67,19 @@ def plan_run(config: RunConfig) -> RunPlan:
             expected="at least one user",
             got=f"0 rows in {len(inputs['users'].files)} file(s)",
             where=config.inputs.users,
+            field="inputs.users",
         )
+    check_shards(config, inputs["users"])
     user_id = id_type(schemas["users"].field("user_id").type)
     item_id: IdType = "string"
     if "catalog" in schemas:
         item_id = id_type(schemas["catalog"].field("item_id").type)
-    _check_id_types(schemas, inputs, user_id, item_id)
-    _check_segments(schemas, inputs)
+    check_id_types(schemas, inputs, user_id, item_id)
+    check_segments(schemas, inputs)
     if config.task.eligible is not None:
         check_types(config.task.eligible, schemas["users"], schemas["catalog"])
     check_model(config, load_tokenizer(config))
-    _check_writable(config)
+    check_writable(config)
     check_output(config)
 
     hashes = {
@@ -93,10 +97,10 @@ def plan_run(config: RunConfig) -> RunPlan:
         config=config,
         inputs=inputs,
         hashes=hashes,
-        num_shards=_shards(config, inputs["users"]),
+        num_shards=_num_shards(config, inputs["users"]),
         user_id_type=user_id,
         item_id_type=item_id,
-        vector_dim=_vector_dim(config, schemas["users"], inputs["users"]),
+        vector_dim=vector_dim(config, schemas["users"], inputs["users"]),
         run_dir=files.join(config.run.work_dir, run_id),
     )
 
@@ -114,60 +118,84 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
     """Every file of every table, each checked against the table's contract on its own."""
     tables: dict[str, InputTable] = {}
     schemas: dict[str, pa.Schema] = {}
-    paths = config.inputs.paths
-    if not config.task.uses_candidates:
-        del paths["candidates"]
-    if config.task.embed is not None:
-        del paths["exclusions"]
-    if not config.needs_items:
-        del paths["catalog"]
-    rule = config.task.eligible
-    wanted_of_users = user_columns(rule) if rule else ()
     by_segment = False
-    for name in ("candidates", "users", "catalog", "exclusions"):  # candidates say what users need
-        path = paths.get(name)
-        if path is None:
-            continue
-        contracts = {
-            "users": users_contract(
-                config.prompt.parsed,
-                by_segment=by_segment,
-                eligibility=wanted_of_users,
-                k_column=config.task.k_column,
-                labels_column=config.task.label.labels_column if config.task.label else None,
-                candidates=_candidates_of_users(config),
-                exclusions=config.inputs.self_contained and config.needs_items,
-            ),
-            "catalog": items_contract(config),
-            "exclusions": EXCLUSIONS,
-        }
+    for name, path in tables_read(config).items():
         found: list[InputFile] = []
         columns: dict[str, str] = {}  # of the first file
-        for file in list_items(config) if name == "catalog" else files.list_parquet(path, name):
-            if name == "catalog":
-                described, schema = describe_items(config, file)
-            else:
-                described, schema = files.describe_file(file, name)
-            if name == "candidates":
-                shape = candidate_shape(schema, file)
-                by_segment = shape == "segment"
-                if config.inputs.self_contained and shape in ("long", "wide"):
-                    raise TableError(
-                        "candidates of each user are not joined with inputs.self_contained",
-                        expected="the users column item_ids, or candidates by segment or for all",
-                        got=f"the columns of {shape} candidates",
-                        where=file,
-                    )
-            else:
-                contracts[name].check(schema, file)
+        for file in list_table(config, name, path):
+            described, schema = describe_input(config, name, file)
             if not found:
                 columns = {field.name: str(field.type) for field in schema}
-            if name == "users":  # columns that the run does not read have no part in the checks
-                schema = pa.schema([schema.field(n) for n in contracts[name].present(schema)])
-            _check_same(schemas.setdefault(name, schema), schema, name, file)
+            if name == "candidates":
+                by_segment = check_shape(config, schema, file) == "segment"
+            else:
+                contract = contract_of(config, name, by_segment=by_segment)
+                contract.check(schema, file)
+                if name == "users":
+                    schema = contract.read_of(schema)
+            check_same(schemas.setdefault(name, schema), schema, name, file)
             found.append(described)
         tables[name] = InputTable(name=name, files=tuple(found), columns=columns)
     return tables, schemas
+
+
+def tables_read(config: RunConfig) -> dict[str, str]:
+    """The tables that a run reads, and where they are; candidates say what users need, so they come
+    first.
+    """
+    paths = {name: path for name, path in config.inputs.paths.items() if path is not None}
+    if not config.task.uses_candidates:
+        paths.pop("candidates", None)
+    if config.task.embed is not None:
+        paths.pop("exclusions", None)
+    if not config.needs_items:
+        paths.pop("catalog", None)
+    order = ("candidates", "users", "catalog", "exclusions")
+    return {name: paths[name] for name in order if name in paths}
+
+
+def list_table(config: RunConfig, name: str, path: str) -> list[str]:
+    """The files of one table."""
+    return list_items(config) if name == "catalog" else files.list_parquet(path, name)
+
+
+def describe_input(config: RunConfig, name: str, file: str) -> tuple[InputFile, pa.Schema]:
+    """Size, rows, version and Arrow schema of one file of a table."""
+    return describe_items(config, file) if name == "catalog" else files.describe_file(file, name)
+
+
+def contract_of(config: RunConfig, name: str, *, by_segment: bool) -> TableContract:
+    """What users, the catalog or exclusions must hold for this run."""
+    if name == "users":
+        rule = config.task.eligible
+        return users_contract(
+            config.prompt.parsed,
+            by_segment=by_segment,
+            eligibility=user_columns(rule) if rule else (),
+            k_column=config.task.k_column,
+            labels_column=config.task.label.labels_column if config.task.label else None,
+            candidates=_candidates_of_users(config),
+            exclusions=config.inputs.self_contained and config.needs_items,
+        )
+    return items_contract(config) if name == "catalog" else EXCLUSIONS
+
+
+def check_shape(config: RunConfig, schema: pa.Schema, file: str) -> CandidateShape:
+    """The shape of a candidates file.
+
+    Raises:
+        TableError: it has none, or one that is joined where nothing is.
+    """
+    shape = candidate_shape(schema, file)
+    if config.inputs.self_contained and shape in ("long", "wide"):
+        raise TableError(
+            "candidates of each user are not joined with inputs.self_contained",
+            expected="the users column item_ids, or candidates by segment or for all",
+            got=f"the columns of {shape} candidates",
+            where=file,
+            field="inputs.candidates",
+        )
+    return shape
 
 
 def _candidates_of_users(config: RunConfig) -> bool:
@@ -179,28 +207,28 @@ def _candidates_of_users(config: RunConfig) -> bool:
     )
 
 
-def _shards(config: RunConfig, users: InputTable) -> int:
-    """Number of shards.
-
-    Raises:
-        TableError: a file of a self-contained table is too large to be a shard.
-    """
+def check_shards(config: RunConfig, users: InputTable) -> None:
+    """Raise `TableError` when a file of a self-contained table is too large to be a shard."""
     most = config.run.shard_users
-    if not config.inputs.self_contained:
-        return max(1, -(-users.rows // most))
     large = max(users.files, key=lambda file: file.rows)
-    if large.rows > most:
+    if config.inputs.self_contained and large.rows > most:
         raise TableError(
             "users: a file is too large to be a shard",
             expected=f"at most run.shard_users = {most} rows per file, with inputs.self_contained",
             got=f"{large.rows} rows",
             where=large.path,
             do="Write smaller files, raise run.shard_users, or leave inputs.self_contained out.",
+            field="run.shard_users",
         )
-    return len(users.files)
 
 
-def _check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable]) -> None:
+def _num_shards(config: RunConfig, users: InputTable) -> int:
+    if config.inputs.self_contained:
+        return len(users.files)
+    return max(1, -(-users.rows // config.run.shard_users))
+
+
+def check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable]) -> None:
     """Candidates by segment find users only if both write a segment the same way."""
     candidates = schemas.get("candidates")
     if candidates is None or "segment" not in candidates.names or "user_id" in candidates.names:
@@ -213,15 +241,22 @@ def _check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, Input
             got=str(theirs),
             where=inputs["candidates"].files[0].path,
             do="Cast one of the two.",
+            field="segment",
         )
 
 
-def _check_same(first: pa.Schema, schema: pa.Schema, table: str, file: str) -> None:
+def check_same(first: pa.Schema, schema: pa.Schema, table: str, file: str) -> None:
     """Files of one table must agree on the kind of their ids, and candidates on their shape."""
     for column in ("user_id", "item_id", "item_ids", "history", USER_EXCLUSIONS):
         if (column in first.names) != (column in schema.names):
             if table == "candidates":
-                raise TableError("candidates: files have different shapes", where=file)
+                raise TableError(
+                    "candidates: files have different shapes",
+                    expected=f"columns {', '.join(first.names)}, as in the first file",
+                    got=f"columns {', '.join(schema.names)}",
+                    where=file,
+                    field=column,
+                )
             continue
         if column in first.names:
             want, got = id_type(first.field(column).type), id_type(schema.field(column).type)
@@ -231,10 +266,11 @@ def _check_same(first: pa.Schema, schema: pa.Schema, table: str, file: str) -> N
                     expected=f"{want}, as in the first file",
                     got=str(schema.field(column).type),
                     where=file,
+                    field=column,
                 )
 
 
-def _check_id_types(
+def check_id_types(
     schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputTable], user_id: str, item_id: str
 ) -> None:
     """The same id must have the same type in every table, or nothing would ever join."""
@@ -253,10 +289,11 @@ def _check_id_types(
                     got=str(schema.field(column).type),
                     where=inputs[table].files[0].path,
                     do="Cast one of the two; ids keep their type and are never converted.",
+                    field=column,
                 )
 
 
-def _vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int | None:
+def vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int | None:
     """Length that every user vector must have; None when the prompt has no vector.
 
     The projector decides. Without one (backend `fake`), the table does: its fixed size, or the
@@ -277,6 +314,7 @@ def _vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int 
                 expected=f"vectors of length {wanted}",
                 got=f"length {fixed}",
                 where=users.files[0].path,
+                field="embedding",
             )
         return wanted
     if fixed is not None:
@@ -285,12 +323,20 @@ def _vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int 
     return int(np.bincount(lengths).argmax()) if len(lengths) else 1
 
 
-def _check_writable(config: RunConfig) -> None:
+def check_writable(config: RunConfig) -> None:
+    """Raise `ConfigError` for the first place that the run could not write to."""
+    for problem in unwritable(config):
+        raise problem
+
+
+def unwritable(config: RunConfig) -> Iterator[ConfigError]:
+    """An error for each place that the run could not write to."""
     if files.local_path(config.run.work_dir) is None:
-        raise ConfigError(
+        yield ConfigError(
             "run.work_dir must be a folder of this machine",
             expected="a local path, or a mounted one that all workers see",
             got=config.run.work_dir,
+            field="run.work_dir",
         )
     for path, setting in (
         (config.output.path, "output.path"),
@@ -302,9 +348,13 @@ def _check_writable(config: RunConfig) -> None:
         try:
             files.check_writable(path, setting)
         except StorageError as err:
-            raise ConfigError(
-                err.what, got=err.got, where=err.where, do="Choose a folder you may write to."
-            ) from err
+            yield ConfigError(
+                err.what,
+                got=err.got,
+                where=err.where,
+                do="Choose a folder you may write to.",
+                field=setting,
+            )
 
 
 def _hash_config(config: RunConfig) -> str:
@@ -312,7 +362,7 @@ def _hash_config(config: RunConfig) -> str:
     users are batched, which changes no item and no score beyond the stated tolerance.
     """
     kept = config.model_dump(mode="json")
-    del kept["audit"], kept["spark"]
+    del kept["audit"], kept["report"], kept["spark"]
     for section, names in (("run", _LAUNCH_ONLY), ("engine", _BATCH_ONLY)):
         for name in names:
             del kept[section][name]

@@ -29,28 +29,30 @@ from numpy.typing import NDArray
 from pipelines import files
 from pipelines.catalog import is_saved
 from pipelines.items import catalog_dir, read_items
+from pipelines.shard_columns import (
+    ROW,
+    id_dtype,
+    mark_duplicates,
+    scan,
+    shape_of_candidates,
+    shard_columns,
+    shard_dtype,
+    to_arrow,
+    users_columns,
+)
 from pipelines.users_once import check_users_once
-from schemas.eligibility import user_columns
 from schemas.runs import RunPlan, Shard
 from schemas.tables import (
     CANDIDATE_LIST,
     DUPLICATE,
-    ELIGIBILITY,
     EXCLUDED_LIST,
     FILE,
     ID_TYPES,
-    K_COLUMN,
-    LABELS_COLUMN,
     CandidateShape,
-    shape_of,
-    users_contract,
 )
 
 SHARD_SEED = 42
-ROW, SHARD = (
-    "__row",
-    "__shard",
-)  # of a row of a table: its number, and where it goes; not in a shard
+SHARD = "__shard"  # where a row of a table goes
 _FILE = "__file"
 
 
@@ -123,7 +125,7 @@ def prepare_items(plan: RunPlan) -> None:
 
 def prepare_candidate_sets(plan: RunPlan) -> None:
     """Write the candidate sets that are not per user, where there are such."""
-    shape = _candidate_shape(plan)
+    shape = shape_of_candidates(plan)
     if shape in ("segment", "shared"):
         _write_candidate_sets(plan, shape)
 
@@ -131,7 +133,7 @@ def prepare_candidate_sets(plan: RunPlan) -> None:
 def tables_to_split(plan: RunPlan) -> dict[str, dict[str, str]]:
     """The tables whose rows go to the shard of their user: columns to keep, what each holds."""
     tables = {"users": users_columns(plan)}
-    shape = _candidate_shape(plan)
+    shape = shape_of_candidates(plan)
     if shape in ("long", "wide"):
         tables["candidates"] = {"item_id" if shape == "long" else "item_ids": "item"}
     if "exclusions" in plan.inputs:
@@ -143,7 +145,7 @@ def write_shard(plan: RunPlan, shard: Shard, rows_of: Callable[[str], pl.DataFra
     """Join and write one shard; the number of its rows. `rows_of` a table gives the shard's rows as
     `split_frames` selects them, with their row numbers; None where it has none.
     """
-    table = _join_shard(plan, _candidate_shape(plan), rows_of)
+    table = _join_shard(plan, shape_of_candidates(plan), rows_of)
     files.write_parquet(shard.path, table, sorted_by="user_id")
     return len(table)
 
@@ -166,42 +168,14 @@ def spill_folder(plan: RunPlan) -> Iterator[Path]:
     shutil.rmtree(local, ignore_errors=True)
 
 
-def _candidate_shape(plan: RunPlan) -> CandidateShape | None:
-    table = plan.inputs.get("candidates")
-    return None if table is None else shape_of(table.columns)
-
-
-def users_columns(plan: RunPlan) -> dict[str, str]:
-    """Columns to keep of the users table, `user_id` besides, and what each holds."""
-    template = plan.config.prompt.parsed
-    kinds = {"user_id": "user", "embedding": "plain", "history": "item", "user_sid": "plain"}
-    contract = users_contract(template, by_segment=_candidate_shape(plan) == "segment")
-    names = [column.name for column in contract.columns]
-    out = {name: kinds.get(name, "text") for name in names if name != "user_id"}
-    if plan.config.task.k_column is not None:
-        out[K_COLUMN] = "k"
-    if plan.config.task.label is not None and plan.config.task.label.labels_column is not None:
-        out[LABELS_COLUMN] = "as it is"
-    rule = plan.config.task.eligible
-    if rule is not None:  # beside a text copy the prompt may want: these keep their type
-        out |= {ELIGIBILITY + name: "as it is" for name in user_columns(rule)}
-    return out
-
-
-def id_dtype(kind: str) -> pl.DataType:
-    """The polars type of ids of this kind."""
-    return pl.String() if kind == "string" else pl.Int64()
-
-
 def split_frames(plan: RunPlan, name: str, columns: dict[str, str]) -> list[pl.LazyFrame]:
     """The files of one table, each cast by its own schema before they are joined: the first file's
     types decide nothing.
     """
     frames = []
     for file in plan.inputs[name].files:
-        frame = pl.scan_parquet(file.path, glob=False, hive_partitioning=False)
-        chosen = shard_columns(plan, columns, frame.collect_schema())
-        frames.append(frame.select(*chosen, pl.lit(file.path).alias(_FILE)))
+        frame = shard_columns(plan, scan(file.path), columns)
+        frames.append(frame.with_columns(pl.lit(file.path).alias(_FILE)))
     return frames
 
 
@@ -239,37 +213,6 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
     )
 
 
-def shard_columns(plan: RunPlan, columns: dict[str, str], schema: pl.Schema) -> list[pl.Expr]:
-    """`user_id` and `columns` of an input file of this schema, in the types that a shard has."""
-    chosen = [pl.col("user_id").cast(id_dtype(plan.user_id_type))]
-    for column, kind in columns.items():
-        source = _source(plan, column)
-        chosen.append(_column(column, source, kind, schema[source], plan.item_id_type))
-    return chosen
-
-
-def _source(plan: RunPlan, name: str) -> str:
-    """The users column behind a shard column."""
-    if name == K_COLUMN:
-        assert plan.config.task.k_column is not None, "a shard has a k only if it is configured"
-        return plan.config.task.k_column
-    if name == LABELS_COLUMN:
-        label = plan.config.task.label
-        assert label is not None, "a shard has labels only if they are asked for"
-        assert label.labels_column is not None, "a shard has labels only if it is configured"
-        return label.labels_column
-    return name.removeprefix(ELIGIBILITY)
-
-
-def _column(name: str, source: str, kind: str, found: pl.DataType, item_id_type: str) -> pl.Expr:
-    """One input column in the type its shard column has."""
-    column = pl.col(source)
-    if isinstance(found, pl.Array):
-        column = column.arr.to_list()
-    dtype = _shard_dtype(name, kind, found, id_dtype(item_id_type))
-    return column.cast(dtype).alias(name)
-
-
 def _spilled(spill: Path, shard: Shard, name: str) -> pl.DataFrame | None:
     folder = spill / name / f"{SHARD}={shard.index}"
     found = sorted(folder.glob("*.parquet")) if folder.exists() else []
@@ -295,7 +238,7 @@ def _join_shard(
                 "user_id": id_dtype(plan.user_id_type),
                 ROW: pl.get_index_type(),
                 _FILE: pl.String(),
-                **{n: _shard_dtype(n, kind, pl.List(item), item) for n, kind in columns.items()},
+                **{n: shard_dtype(n, kind, pl.List(item), item) for n, kind in columns.items()},
             }
         )
     users = mark_duplicates(users.rename({_FILE: FILE}))
@@ -322,28 +265,6 @@ def _join_shard(
     )
 
 
-def mark_duplicates(users: pl.DataFrame) -> pl.DataFrame:
-    """Sorted by user, then input order; all but the first row of a user are marked."""
-    return users.sort("user_id", ROW, nulls_last=True).with_columns(
-        (pl.int_range(pl.len()).over("user_id") > 0).alias(DUPLICATE)
-        & pl.col("user_id").is_not_null()
-    )
-
-
-def _shard_dtype(name: str, kind: str, found: pl.DataType, item: pl.DataType) -> pl.DataType:
-    if kind == "item":
-        return pl.List(item) if isinstance(found, (pl.List, pl.Array)) else item
-    if kind == "text":
-        return pl.String()
-    if kind == "k":
-        return pl.Int64()
-    if kind == "as it is":
-        if isinstance(found, (pl.Array, pl.List)):
-            return pl.List(pl.String() if isinstance(found.inner, pl.Categorical) else found.inner)
-        return pl.String() if isinstance(found, pl.Categorical) else found
-    return pl.List(pl.Int64() if name == "user_sid" else pl.Float32())
-
-
 def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataFrame | None:
     """(user_id, candidates): one list per user, in input order, repeated rows joined."""
     if frame is None:
@@ -353,23 +274,6 @@ def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataF
     if shape == "wide":
         frame = frame.explode(column, empty_as_null=False, keep_nulls=False)
     return frame.group_by("user_id", maintain_order=True).agg(pl.col(column).alias(CANDIDATE_LIST))
-
-
-def to_arrow(users: pl.DataFrame) -> pa.Table:
-    """Arrow with the plain types a shard file has: no large_string, no large_list."""
-    table = users.to_arrow()
-    fields = []
-    for field in table.schema:
-        dtype = field.type
-        if pa.types.is_large_list(dtype) or pa.types.is_list(dtype):
-            inner = dtype.value_type
-            inner = pa.string() if pa.types.is_large_string(inner) else inner
-            inner = pa.string() if pa.types.is_string_view(inner) else inner
-            dtype = pa.list_(inner)
-        elif pa.types.is_large_string(dtype) or pa.types.is_string_view(dtype):
-            dtype = pa.string()
-        fields.append(pa.field(field.name, dtype))
-    return table.cast(pa.schema(fields))
 
 
 def _write_candidate_sets(plan: RunPlan, shape: CandidateShape) -> None:

@@ -14,14 +14,8 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from pipelines.prepare import (
-    ROW,
-    SHARD,
-    shard_column,
-    split_frames,
-    tables_to_split,
-    write_shard,
-)
+from pipelines.prepare import SHARD, shard_column, split_frames, tables_to_split, write_shard
+from pipelines.shard_columns import ROW
 from schemas.runs import RunPlan, Shard
 
 _PART_BYTES = 64 << 20  # of a file, as it lies there

@@ -58,7 +58,7 @@ class ProfileBuilder:
     def add(self, rows: pl.DataFrame) -> None:
         """Rows of one shard: `user_id, rank, item_id, score`."""
         users = rows.filter(pl.col("rank") == 1)["user_id"]
-        kept = users.filter(pl.Series(_hashes(users) < self.profile.below, dtype=pl.Boolean))
+        kept = users.filter(pl.Series(user_hashes(users) < self.profile.below, dtype=pl.Boolean))
         chosen = rows.filter(pl.col("user_id").is_in(kept.implode()))
         self._frames.append(chosen.select("user_id", "rank", "item_id", "score"))
 
@@ -70,7 +70,8 @@ class ProfileBuilder:
         return sample
 
 
-def _hashes(users: pl.Series) -> np.ndarray:
+def user_hashes(users: pl.Series) -> np.ndarray:
+    """A hash of each user id, by which samples choose; `[U]` uint64."""
     texts = users.cast(pl.String).to_list()
     digests = (xxhash.xxh64_intdigest(text.encode(), seed=_SEED) for text in texts)
     return np.fromiter(digests, dtype=np.uint64, count=len(texts))
@@ -125,12 +126,19 @@ def last_published(plan: RunPlan) -> tuple[RunProfile, pl.DataFrame] | None:
         if same and record.get("task") == task_kind(plan.config) and record["ds"] <= plan.ds:
             found.append((record["ds"], record["published_at"], run_dir))
     for *_, run_dir in sorted(found, reverse=True):
-        if files.exists(_profile_path(run_dir)) and files.exists(_sample_path(run_dir)):
-            profile = RunProfile.model_validate(files.read_json(_profile_path(run_dir)))
-            sample = pl.from_arrow(files.read_parquet(_sample_path(run_dir)))
-            assert isinstance(sample, pl.DataFrame), "a table is a frame"
-            return profile, sample
+        sample = load_sample(run_dir)
+        if files.exists(_profile_path(run_dir)) and sample is not None:
+            return RunProfile.model_validate(files.read_json(_profile_path(run_dir))), sample
     return None
+
+
+def load_sample(run_dir: str) -> pl.DataFrame | None:
+    """The sample of a run that was audited: `user_id, rank, item_id, score`."""
+    if not files.exists(_sample_path(run_dir)):
+        return None
+    sample = pl.from_arrow(files.read_parquet(_sample_path(run_dir)))
+    assert isinstance(sample, pl.DataFrame), "a table is a frame"
+    return sample
 
 
 def score_drift(before: pl.Series, now: pl.Series) -> float:
@@ -153,9 +161,15 @@ def overlap(before: pl.DataFrame, now: pl.DataFrame) -> tuple[float, int]:
     """Mean share of items that the lists of a user have in common, of the longer list's length;
     and over how many users that both samples hold. 0 when they hold none in common.
     """
-    users = before.select("user_id").unique().join(now.select("user_id").unique(), on="user_id")
-    if users.is_empty():
+    shares = overlaps(before, now)
+    if shares.is_empty():
         return float(before.is_empty() and now.is_empty()), 0
+    return float(shares.to_numpy().mean()), len(shares)
+
+
+def overlaps(before: pl.DataFrame, now: pl.DataFrame) -> pl.Series:
+    """That share of each user that both samples hold, 0 to 1."""
+    users = before.select("user_id").unique().join(now.select("user_id").unique(), on="user_id")
     mine, theirs = (frame.join(users, on="user_id", how="semi") for frame in (now, before))
     common = (
         mine.join(theirs, on=["user_id", "item_id"], how="semi").group_by("user_id").len("both")
@@ -167,4 +181,4 @@ def overlap(before: pl.DataFrame, now: pl.DataFrame) -> tuple[float, int]:
         .join(common, on="user_id", how="left")
     )
     share = pl.col("both").fill_null(0) / pl.max_horizontal("now", "before")
-    return float(lengths.select(share.mean()).item()), len(users)
+    return lengths.select(share.alias("overlap")).to_series()

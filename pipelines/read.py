@@ -145,7 +145,8 @@ def _to_batch(
         )
         counts = counts + added
     texts = {
-        name: _texts(table.column(name), plan.config.prompt.null_text) for name in template.columns
+        name: texts_of(table.column(name), plan.config.prompt.null_text)
+        for name in template.columns
     }
     users = UserBatch(
         num_users=len(table),
@@ -185,7 +186,8 @@ def eligibility_columns(rule: Expression, shard: pa.Table) -> pa.Table:
     return pa.table(columns) if columns else shard.select(["user_id"])
 
 
-def _texts(column: pa.ChunkedArray, null_text: str | None) -> list[str]:
+def texts_of(column: pa.ChunkedArray, null_text: str | None) -> list[str]:
+    """A column as a prompt writes it."""
     filled = column.cast(pa.string())  # a user_id may be a number
     filled = filled if null_text is None else pc.fill_null(filled, null_text)
     texts: list[str] = filled.to_pylist()

@@ -42,6 +42,11 @@ class Means:
         self._sums = np.zeros((1 + resamples, num_metrics))
         self._counts = np.zeros((1 + resamples, num_metrics))
 
+    @property
+    def cells(self) -> int:
+        """Means that are kept: samples times metrics."""
+        return self._sums.size
+
     def add(self, values: Floats, drawn: Floats) -> None:
         """Add users: `values` `[U, metrics]`, NaN where one has none; `drawn` from `draw`."""
         there = ~np.isnan(values)

@@ -6,9 +6,9 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines import files
-from pipelines.prepare import (
+from pipelines.prepare import candidate_sets_path
+from pipelines.shard_columns import (
     ROW,
-    candidate_sets_path,
     id_dtype,
     mark_duplicates,
     shard_columns,
@@ -47,7 +47,8 @@ def read_shard_table(plan: RunPlan, shard: Shard) -> pa.Table:
         _items(plan, frame.schema, USER_CANDIDATES if own else None, CANDIDATE_LIST),
         _items(plan, frame.schema, USER_EXCLUSIONS, EXCLUDED_LIST),
     ]
-    users = frame.select(*shard_columns(plan, columns, frame.schema), *lists)
+    users = shard_columns(plan, frame.lazy(), columns).collect()
+    users = users.with_columns(frame.select(lists))
     users = mark_duplicates(users.with_row_index(ROW).with_columns(pl.lit(shard.path).alias(FILE)))
     # The lists of a row that is not used count for nothing, as when prepare joins them.
     users = users.with_columns(pl.when(~pl.col(DUPLICATE)).then(pl.col(CANDIDATE_LIST)))

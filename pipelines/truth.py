@@ -8,8 +8,8 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines import files
-from pipelines.by_shard import ByShard, same_id_type, scan
-from pipelines.prepare import id_dtype
+from pipelines.by_shard import ByShard, same_id_type
+from pipelines.shard_columns import id_dtype, scan
 from schemas.errors import TableError
 from schemas.runs import RunPlan
 from schemas.tables import TRUTH, TableContract, TruthShape, id_type

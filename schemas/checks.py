@@ -1,4 +1,4 @@
-"""One check of a machine: what `nightshelf doctor` prints a line about."""
+"""The result of one check of a machine, a package or a model: what `nightshelf doctor` lists."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, whether it is right, what was found, and what to do when it is not."""
+    """One thing looked at. `detail` is what was found; `remedy` what to do when it is not ok."""
 
     name: str
     ok: bool

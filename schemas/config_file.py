@@ -31,6 +31,25 @@ def load_config(
     Raises:
         ConfigError: naming the file, the field, what is allowed and what was found.
     """
+    raw = read_mapping(path, overrides=overrides, ds=ds)
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as err:
+        raise _readable(err, str(path)) from None
+    except ConfigError as err:
+        err.where = err.where or str(path)
+        raise
+    return resolve_paths(config, Path(path).resolve().parent)
+
+
+def read_mapping(
+    path: str | Path, *, overrides: list[str] | None = None, ds: str | None = None
+) -> dict[str, Any]:
+    """What a configuration file says, with overrides, before it is checked.
+
+    Raises:
+        ConfigError: the file cannot be read as a YAML mapping, or an override cannot.
+    """
     file = Path(path)
     try:
         raw = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -54,14 +73,7 @@ def load_config(
         _override(raw, item)
     if ds is not None:
         raw["ds"] = ds
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as err:
-        raise _readable(err, str(path)) from None
-    except ConfigError as err:
-        err.where = err.where or str(path)
-        raise
-    return _resolve_paths(config, file.resolve().parent)
+    return raw
 
 
 def _override(raw: dict[str, Any], item: str) -> None:
@@ -97,8 +109,7 @@ def _problem(detail: ErrorDetails) -> str:
     loc = [str(part) for part in detail["loc"]]
     name = ".".join(loc) or "file"
     if detail["type"] == "extra_forbidden":
-        section = _section_at(loc[:-1])
-        allowed = sorted(section.model_fields) if section is not None else []
+        allowed = allowed_keys(loc[:-1])
         return (
             f"{name}: unknown key{did_you_mean(loc[-1], allowed)} (allowed: {', '.join(allowed)})"
         )
@@ -108,6 +119,12 @@ def _problem(detail: ErrorDetails) -> str:
     if not loc:
         return message
     return f"{name}: {message[:1].lower()}{message[1:]}, got {quoted(detail['input'])}"
+
+
+def allowed_keys(loc: list[str]) -> list[str]:
+    """Keys of the section at `loc`; none where there is no such section."""
+    section = _section_at(loc)
+    return sorted(section.model_fields) if section is not None else []
 
 
 def _section_at(loc: list[str]) -> type[BaseModel] | None:
@@ -129,7 +146,9 @@ def _output_paths(config: RunConfig) -> tuple[str, ...]:
     return ("path",) if config.output.format == "iceberg" else ("path", "quarantine")
 
 
-def _resolve_paths(config: RunConfig, base: Path) -> RunConfig:
+def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
+    """The configuration with `{ds}` and `{surface}` filled in, and paths taken from `base`."""
+
     def full(value: str | None) -> str | None:
         if value is None:
             return None

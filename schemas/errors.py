@@ -51,8 +51,10 @@ class NightshelfError(Exception):
         got: str | None = None,
         where: str | None = None,
         do: str | None = None,
+        field: str | None = None,
     ) -> None:
         self.what, self.expected, self.got, self.where, self.do = what, expected, got, where, do
+        self.field = field  # the setting or the column it is about, where one can be named
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -64,7 +66,8 @@ class NightshelfError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions cross process borders; the default loses keyword-only arguments.
-        return (_rebuild, (type(self), self.what, self.expected, self.got, self.where, self.do))
+        facts = (self.what, self.expected, self.got, self.where, self.do, self.field)
+        return (_rebuild, (type(self), *facts))
 
     def as_json(self) -> dict[str, str | int | None]:
         """The error as the command line prints it with `--output json`."""
@@ -78,8 +81,9 @@ def _rebuild(
     got: str | None,
     where: str | None,
     do: str | None,
+    field: str | None,
 ) -> NightshelfError:
-    return cls(what, expected=expected, got=got, where=where, do=do)
+    return cls(what, expected=expected, got=got, where=where, do=do, field=field)
 
 
 class ConfigError(NightshelfError):

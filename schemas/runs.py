@@ -177,6 +177,7 @@ class GateResult(_Record):
     allowed: str
     detail: str = ""
     action: Literal["refuse", "warn"] = "refuse"  # what it does when it does not pass
+    against: str | None = None  # the run that it compares with
 
     def words(self) -> str:
         """The gate in a sentence."""
@@ -230,6 +231,8 @@ class RunManifest(_Record):
     finished_at: str
     seconds: float
     versions: dict[str, str]
+    launcher: str | None = None  # what ran the shards last
+    report: str | None = None  # the page; None: it could not be written
 
     def _legal_mass(self) -> float | None:
         """Mean probability that the first generated token stays in the catalog, where known."""
@@ -305,6 +308,7 @@ class RunManifest(_Record):
             "audit_warnings": [gate.gate for gate in self.audit.warned] if self.audit else [],
             "published": self.published.partition if self.published else None,
             "run_dir": self.plan.run_dir,
+            "report": self.report,
             "shards": self.plan.num_shards,
             "shards_failed": len(self.failed_shards),
             "seconds": round(self.seconds, 3),

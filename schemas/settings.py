@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from pydantic import (
     Field,
     StrictInt,
     StrictStr,
+    ValidationInfo,
     WithJsonSchema,
     field_validator,
     model_validator,
@@ -48,6 +50,7 @@ Positive = Annotated[int, Field(ge=1, strict=True)]  # true is no number
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 TABLES = ("users", "catalog", "candidates", "exclusions")
+LENIENT = "lenient"  # validation context: settings that do not fit together are left to `conflicts`
 _LONGEST_NAME = 150  # of a surface; file names take 255 bytes and hold more than it
 _DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
 _SECRET_KEY = re.compile(
@@ -309,6 +312,7 @@ class GenerateSettings(_Section):
                 f"task.generate.width is too {'short' if len(self.width) < num_levels else 'long'}",
                 expected=f"one number, or {num_levels - 1} (levels of the SID space - 1)",
                 got=quoted(list(self.width)),
+                field="task.generate.width",
             )
         return (*self.width, self.width[-1])
 
@@ -395,10 +399,14 @@ class OutputSettings(_Section):
                     f"output.{name} is for Iceberg",
                     expected="output.format: iceberg",
                     got=self.format,
+                    field=f"output.{name}",
                 )
         if len(parts := self.table_name.split(".")) < 2 or not all(parts):
             raise ConfigError(
-                "output.table names no table", expected="namespace.table", got=quoted(self.table)
+                "output.table names no table",
+                expected="namespace.table",
+                got=quoted(self.table),
+                field="output.table",
             )
         return self
 
@@ -411,6 +419,7 @@ class OutputSettings(_Section):
                     f"output.catalog.{key} is not one value",
                     expected="a string, number or boolean",
                     got=type(value).__name__,
+                    field="output.catalog",
                 )
             named_so = _SECRET_KEY.search(str(key)) and not isinstance(value, bool)
             if named_so or _SECRET_VALUE.search(str(value)):
@@ -419,6 +428,7 @@ class OutputSettings(_Section):
                     expected="no secrets: the configuration is kept with every run",
                     do="Set it in the environment (PYICEBERG_CATALOG__NAME__KEY) or in "
                     ".pyiceberg.yaml, and give the catalog's name here: catalog: {name: NAME}.",
+                    field="output.catalog",
                 )
         return catalog
 
@@ -510,6 +520,17 @@ class AuditSettings(_Section):
     warn: tuple[LimitedGate, ...] = Field((), description="Gates that only warn")
 
 
+class ReportSettings(_Section):
+    """The page that every run leaves in its folder."""
+
+    examples: Annotated[int, Field(ge=0, le=2000, strict=True)] = Field(
+        200, description="Users on the page, the same ones every night; 0: none, and no ids"
+    )
+    title_column: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Catalog column that names items to people; default: title, else text"
+    )
+
+
 def _fits_a_name(surface: str) -> str:
     if len(quote(surface, safe="")) > _LONGEST_NAME:
         raise ValueError(f"too long for a folder's name: at most {_LONGEST_NAME} bytes, escaped")
@@ -543,6 +564,7 @@ class RunConfig(_Section):
     run: RunSettings = RunSettings()  # type: ignore[call-arg]
     spark: SparkSettings = SparkSettings()  # type: ignore[call-arg]
     audit: AuditSettings = AuditSettings()  # type: ignore[call-arg]
+    report: ReportSettings = ReportSettings()  # type: ignore[call-arg]
 
     @property
     def space(self) -> SidSpace:
@@ -557,139 +579,173 @@ class RunConfig(_Section):
         return self.task.embed is None or self.prompt.parsed.uses("history")
 
     @model_validator(mode="after")
-    def _fits_together(self) -> RunConfig:
+    def _fits_together(self, info: ValidationInfo) -> RunConfig:
+        if not (info.context or {}).get(LENIENT):
+            for conflict in self.conflicts():
+                raise conflict
+        return self
+
+    def conflicts(self) -> Iterator[ConfigError]:
+        """Settings that do not fit together, each as the error it is."""
         if "{ds}" in self.run.work_dir:
-            raise ConfigError(
+            yield ConfigError(
                 "run.work_dir depends on the date",
                 expected="one folder for all dates: runs have folders of their own in it",
                 got=self.run.work_dir,
+                field="run.work_dir",
             )
         if self.spark.register_table is not None and self.output.format != "parquet":
-            raise ConfigError(
+            yield ConfigError(
                 "spark.register_table is for Parquet; other formats have catalogs of their own",
                 expected="output.format: parquet",
                 got=self.output.format,
+                field="spark.register_table",
             )
         _ = self.task.eligible
-        self._check_items()
-        self._check_task()
+        yield from self._check_items()
+        yield from self._check_task()
         template = self.prompt.parsed
         runs_a_model = self.engine.backend in ("torch", "trtllm")
         if runs_a_model and self.engine.model is None:
-            raise ConfigError(
+            yield ConfigError(
                 f"engine.model is missing for backend {self.engine.backend!r}",
                 expected="a checkpoint folder",
+                field="engine.model",
             )
         if self.engine.tensor_parallel > 1 and self.engine.backend == "torch":
-            raise ConfigError(
+            yield ConfigError(
                 "engine.tensor_parallel is for TensorRT-LLM",
                 expected="1 with engine.backend: torch, which has a worker per GPU",
                 got=str(self.engine.tensor_parallel),
+                field="engine.tensor_parallel",
             )
         needs_projector = template.uses("user_vector") and runs_a_model
         if needs_projector and self.engine.projector is None:
-            raise ConfigError("prompt.template has {user_vector} but engine.projector is unset")
-        return self
+            yield ConfigError(
+                "prompt.template has {user_vector} but engine.projector is unset",
+                field="engine.projector",
+            )
 
-    def _check_items(self) -> None:
+    def _check_items(self) -> Iterator[ConfigError]:
         """How items are named, and that there is a catalog of them."""
         template = self.prompt.parsed
         if self.sid is not None:
             _ = self.sid.space
         if self.sid is not None and self.text is not None:
-            raise ConfigError("items are named twice", expected="a sid or a text section, not both")
+            yield ConfigError(
+                "items are named twice", expected="a sid or a text section, not both", field="text"
+            )
         if self.needs_items and self.sid is None and self.text is None:
-            raise ConfigError(
+            yield ConfigError(
                 "nothing names the items to the model",
                 expected="a sid section (semantic IDs), or a text section",
+                field="sid",
             )
         if self.needs_items and self.inputs.catalog is None:
-            raise ConfigError("inputs.catalog is missing", expected="the table of items")
+            yield ConfigError(
+                "inputs.catalog is missing", expected="the table of items", field="inputs.catalog"
+            )
         if template.uses("user_sid") and self.sid is None:
-            raise ConfigError("prompt.template has {user_sid} but there is no sid section")
+            yield ConfigError(
+                "prompt.template has {user_sid} but there is no sid section", field="sid"
+            )
 
-    def _check_task(self) -> None:
+    def _check_task(self) -> Iterator[ConfigError]:
         """Settings that exclude each other."""
         task = self.task
         if self.inputs.self_contained and self.inputs.exclusions is not None:
-            raise ConfigError(
+            yield ConfigError(
                 "inputs.exclusions is not read with inputs.self_contained",
                 expected="each user's exclusions in the users column excluded_item_ids",
+                field="inputs.exclusions",
             )
         own = self.inputs.self_contained  # the users table may hold the candidates
         if task.uses_candidates and self.inputs.candidates is None and not own:
             name = "score" if task.score is not None else "label"
-            raise ConfigError(f"task.{name} needs inputs.candidates", got="none")
-        if task.embed is not None and self.output.layout != "long":
-            raise ConfigError(
-                "embeddings have no wide layout", expected="output.layout: long", got="wide"
+            yield ConfigError(
+                f"task.{name} needs inputs.candidates", got="none", field="inputs.candidates"
             )
-        self._check_limits()
+        if task.embed is not None and self.output.layout != "long":
+            yield ConfigError(
+                "embeddings have no wide layout",
+                expected="output.layout: long",
+                got="wide",
+                field="output.layout",
+            )
+        yield from self._check_limits()
         if task.embed is not None:
-            self._refuse("has no meaning for embed", self._item_settings())
+            yield from self._refuse("has no meaning for embed", self._item_settings())
             return
         if self.sid is None:
             settings = self._item_settings()
             del settings["task.k_column"], settings["task.eligibility"]
             settings["task.generate"] = task.generate is not None
-            self._refuse("needs semantic IDs, a sid section", settings)
+            yield from self._refuse("needs semantic IDs, a sid section", settings)
             return
         levels = len(self.sid.sizes)
         if task.quota is not None and task.quota.level > levels:
-            raise ConfigError(
+            yield ConfigError(
                 "task.quota.level is deeper than the semantic IDs",
                 expected=f"at most {levels}",
                 got=str(task.quota.level),
+                field="task.quota.level",
             )
         if task.generate is not None:
-            task.generate.widths(levels)
-            self._check_native(task.generate)
+            try:
+                task.generate.widths(levels)
+            except ConfigError as err:
+                yield err
+            yield from self._check_native(task.generate)
         if task.score is not None and task.score.length_norm != "sum":
-            raise ConfigError(
+            yield ConfigError(
                 "task.score.length_norm: mean is for items named by text",
                 expected="sum, so that a semantic ID scores the same scored and generated",
                 got="mean",
+                field="task.score.length_norm",
             )
 
-    def _check_native(self, generate: GenerateSettings) -> None:
+    def _check_native(self, generate: GenerateSettings) -> Iterator[ConfigError]:
         """Native beams need an engine that has them, and say less than constrained ones."""
         if generate.mode != "native":
             return
         if self.engine.backend in ("fake", "torch"):
-            raise ConfigError(
+            yield ConfigError(
                 "task.generate.mode: native needs an engine with beams of its own",
                 expected="engine.backend: trtllm",
                 got=self.engine.backend,
+                field="task.generate.mode",
             )
         if self.task.score_norm != "full_vocab" and not generate.rescore:
-            raise ConfigError(
+            yield ConfigError(
                 "native beams have scores over the whole vocabulary",
                 expected="task.score_norm: full_vocab, or task.generate.rescore: true",
                 got=f"task.score_norm: {self.task.score_norm}",
+                field="task.generate.rescore",
             )
         if self.audit.min_legal_mass is not None:
-            raise ConfigError(
+            yield ConfigError(
                 "audit.min_legal_mass needs constrained beams",
                 expected="task.generate.mode: constrained or auto",
                 got="native",
+                field="audit.min_legal_mass",
             )
 
-    def _check_limits(self) -> None:
+    def _check_limits(self) -> Iterator[ConfigError]:
         """A limit of the audit that nothing would be held against is refused, not ignored."""
         task, audit = self.task, self.audit
         lists = ("min_rows", "min_rows_p5", "max_score_drift", "min_overlap", "max_row_change")
         if task.embed is not None:
             limits = {f"audit.{n}": getattr(audit, n) is not None for n in lists}
-            self._refuse("is about lists, and embed writes none", limits)
+            yield from self._refuse("is about lists, and embed writes none", limits)
         if task.generate is None:
             limits = {
                 "audit.min_exact_share": audit.min_exact_share is not None,
                 "audit.min_legal_mass": audit.min_legal_mass is not None,
             }
-            self._refuse("needs task.generate", limits)
+            yield from self._refuse("needs task.generate", limits)
         if task.score_norm != "full_vocab":
             limits = {"audit.min_legal_mass": audit.min_legal_mass is not None}
-            self._refuse("needs task.score_norm: full_vocab", limits)
+            yield from self._refuse("needs task.score_norm: full_vocab", limits)
 
     def _item_settings(self) -> dict[str, bool]:
         """Settings about items and lists, and whether they differ from their defaults."""
@@ -703,10 +759,10 @@ class RunConfig(_Section):
         }
 
     @staticmethod
-    def _refuse(why: str, settings: dict[str, bool]) -> None:
+    def _refuse(why: str, settings: dict[str, bool]) -> Iterator[ConfigError]:
         for name, is_set in settings.items():
             if is_set:
-                raise ConfigError(f"{name} {why}", expected="no such setting")
+                yield ConfigError(f"{name} {why}", expected="no such setting", field=name)
 
 
 def json_schema() -> dict[str, Any]:

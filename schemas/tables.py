@@ -5,7 +5,7 @@ Ids are strings or int64 and keep their type from input to output. Unknown colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,30 +111,41 @@ class TableContract:
         """Raise `TableError` naming file, column, expected and got, for the first column that
         differs.
         """
+        for problem in self.problems(schema, file):
+            raise problem
+
+    def problems(self, schema: pa.Schema, file: str) -> Iterator[TableError]:
+        """The error of every column that differs."""
         for column in self.columns:
             indices = schema.get_all_field_indices(column.name)
             if len(indices) > 1:
-                raise TableError(
-                    f"{self.table}: column {column.name!r} stands {len(indices)} times", where=file
+                yield TableError(
+                    f"{self.table}: column {column.name!r} stands {len(indices)} times",
+                    where=file,
+                    field=column.name,
                 )
-            if not indices:
+            elif not indices:
                 if column.required:
-                    raise TableError(
+                    yield TableError(
                         f"{self.table}: column {column.name!r} is missing",
                         expected=column.kind.words,
                         got=f"columns {', '.join(schema.names)}"
                         + did_you_mean(column.name, schema.names),
                         where=file,
+                        field=column.name,
                     )
-                continue
-            dtype = schema.field(column.name).type
-            if not column.kind.accepts(dtype):
-                raise TableError(
+            elif not column.kind.accepts(dtype := schema.field(column.name).type):
+                yield TableError(
                     f"{self.table}: column {column.name!r} has the wrong type",
                     expected=column.kind.words,
                     got=type_words(dtype),
                     where=file,
+                    field=column.name,
                 )
+
+    def read_of(self, schema: pa.Schema) -> pa.Schema:
+        """The part of a schema that is read; other columns have no part in any check."""
+        return pa.schema([schema.field(name) for name in self.present(schema)])
 
     def present(self, schema: pa.Schema) -> list[str]:
         """Names of the contract's columns that this schema has."""

@@ -354,3 +354,81 @@ def test_a_run_without_lists_or_without_all_its_rows_is_not_judged(nightshelf, t
     nightshelf("run", vectors)
     err = evaluate(nightshelf, vectors, tmp_path, check=2).err
     assert "the run has no lists: got task.embed" in err
+
+
+@pytest.mark.parametrize("shape", ["segment", "shared"])
+def test_candidates_that_users_share_are_the_pool_of_the_baselines(nightshelf, tmp_path, shape):
+    tables = write_inputs(tmp_path)
+    items = tables["catalog"].column("item_id").to_pylist()
+    of = dict(pl.from_arrow(tables["users"]).select("user_id", "segment").iter_rows())
+    sets = {"s0": items[:20], "s1": items[10:15], "s2": items[30:]}
+    if shape == "segment":
+        candidates = pa.table({"segment": list(sets), "item_ids": list(sets.values())})
+    else:
+        candidates, sets = pa.table({"item_id": items[:25]}), dict.fromkeys(sets, items[:25])
+    pq.write_table(candidates, tmp_path / "candidates.parquet")
+    config = write_config(tmp_path, task={"k": 5, "score": {}})
+    nightshelf("run", config)
+    truth = write_truth(tmp_path, list(of), items)
+    found = evaluate(nightshelf, config, tmp_path).json
+    excluded = set(pl.from_arrow(tables["exclusions"]).iter_rows())
+    could = [i in sets[of[u]] and (u, i) not in excluded for u, i, _ in truth.iter_rows()]
+    assert found["truth"]["pairs_reachable"] == sum(could)
+    order = pl.from_arrow(tables["catalog"]).sort(-pl.col("popularity"), "item_id")["item_id"]
+    best = {
+        user: [i for i in order if i in sets[segment] and (user, i) not in excluded][:5]
+        for user, segment in of.items()
+    }
+    expected = by_trec_eval(best, truth, 5)
+    ours = values(found["methods"]["popularity"])
+    assert {n: ours[n] for n in expected} == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_baseline_gives_a_user_no_more_items_than_the_run_may(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    users = tables["users"].append_column("wanted", pa.array([u % 5 + 1 for u in range(40)]))
+    pq.write_table(users, tmp_path / "users.parquet")
+    task = {"k": 5, "k_column": "wanted", "generate": {"width": 60}}
+    config = write_config(tmp_path, task=task)
+    nightshelf("run", config)
+    names = tables["users"].column("user_id").to_pylist()
+    truth = write_truth(tmp_path, names, tables["catalog"].column("item_id").to_pylist())
+    found = evaluate(nightshelf, config, tmp_path, "--k", "5").json
+    popular = most_popular(tables, True, 5)
+    best = {user: items[: u % 5 + 1] for u, (user, items) in enumerate(popular.items())}
+    expected = by_trec_eval(best, truth, 5)
+    ours = values(found["methods"]["popularity"])
+    assert {n: ours[n] for n in expected} == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_run_that_recommended_nothing_is_worth_nothing(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    items = tables["catalog"].column("item_id").to_pylist()
+    names = tables["users"].column("user_id").to_pylist()
+    everything = pl.DataFrame({"user_id": names}).join(
+        pl.DataFrame({"item_id": items}), how="cross"
+    )
+    everything.write_parquet(tmp_path / "exclusions.parquet")
+    config = write_config(tmp_path)
+    run_dir = nightshelf("run", config, "--output", "json").json["run_dir"]
+    write_truth(tmp_path, names, items)
+    found = evaluate(nightshelf, config, tmp_path).json
+    assert found["users"]["with_list"] == found["truth"]["pairs_reachable"] == 0
+    for method, metrics in found["methods"].items():
+        assert metrics["recall@5"]["value"] == metrics["coverage@5"]["value"] == 0, method
+        assert metrics["novelty@5"]["value"] is None
+    nothing = nightshelf("compare", run_dir, run_dir, "--output", "json").json
+    assert nothing["users"]["a"] == nothing["items"]["a"] == 0
+    assert nothing["agreement"]["rbo"] is None
+    assert "no item in common" in nightshelf("compare", run_dir, run_dir).out
+    err = nightshelf("compare", run_dir, run_dir, "--min-overlap", "0.1", check=6).err
+    assert "overlap is not known" in err
+
+
+def test_a_column_of_too_many_values_is_refused(nightshelf, tmp_path, ran, monkeypatch):
+    names = [f"u{n:03d}" for n in range(40)]
+    write_truth(tmp_path, names, [f"i{n:03d}" for n in range(60)])
+    assert len(evaluate(nightshelf, ran, tmp_path, "--by", "user_id").json["segments"]) == 40
+    monkeypatch.setattr("pipelines.evaluate._MOST_SEGMENTS", 39)
+    err = evaluate(nightshelf, ran, tmp_path, "--by", "user_id", check=2).err
+    assert "--by user_id has too many values: expected at most 39 with 60 items" in err

@@ -312,7 +312,8 @@ def test_the_summary_says_what_a_run_cost(nightshelf, tmp_path):
     assert paid["device_hours"] == free["device_hours"] > 0
     assert paid["cost"] == pytest.approx(7200 * paid["device_hours"], abs=0.01)
     assert paid["cost_per_million_users"] == pytest.approx(paid["cost"] * 1e6 / 40, rel=0.01)
-    assert "per million users" in nightshelf(*priced[:-2]).out
+    words = " ".join(nightshelf(*priced[:-2]).out.replace("│", " ").split())
+    assert "per million users" in words  # the cell may break anywhere
 
 
 @pytest.mark.parametrize(

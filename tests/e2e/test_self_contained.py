@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import polars as pl
@@ -120,6 +122,13 @@ def test_what_does_not_fit_self_contained_is_refused(nightshelf, tmp_path):
     excluded = {**roomy, "inputs__exclusions": "exclusions.parquet"}
     done = nightshelf("run", write_config(tmp_path, **excluded), check=2)
     assert "excluded_item_ids" in done.err
+    found = nightshelf(
+        "validate", write_config(tmp_path, **with_table), "--output", "json", check=3
+    )
+    assert [p["field"] for p in found.json["problems"]] == ["inputs.candidates"]
+    found = nightshelf("validate", write_config(tmp_path, **NO_JOIN), "--output", "json", check=3)
+    assert [p["field"] for p in found.json["problems"]] == ["run.shard_users"]
+    nightshelf("validate", write_config(tmp_path, **roomy))
     bare = {**roomy, "inputs__users": "users.parquet", "run__shard_users": 40}
     done = nightshelf("run", write_config(tmp_path, **bare), check=3)
     assert "'item_ids' is missing" in done.err
@@ -157,6 +166,11 @@ def test_such_a_run_is_judged_as_any_other(nightshelf, tmp_path):
     usual = nightshelf("run", write_config(tmp_path), *as_json).json
     config = write_config(tmp_path, **NO_JOIN, output__path="out2")
     own = nightshelf("run", config, *as_json).json
+    pages = [(Path(run["run_dir"]) / "report.html").read_text() for run in (usual, own)]
+    shown = [json.loads(re.search(r'id="examples">(.*?)</script>', p)[1])["users"] for p in pages]
+    histories = [{user["id"]: user["history_items"] for user in users} for users in shown]
+    assert histories[0] == histories[1]
+    assert min(histories[1].values()) > 0
     users = [*tables["users"]["user_id"].to_pylist(), "a stranger"]
     items = tables["catalog"]["item_id"].to_pylist()
     truth = pa.table({"user_id": users, "item_ids": [items[i : i + 9] for i in range(len(users))]})

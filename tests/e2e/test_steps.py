@@ -128,6 +128,45 @@ def test_a_step_stays_in_its_run_when_the_input_changes(nightshelf, tmp_path):
     assert scored["run_id"] == prepared["run_id"]
 
 
+def test_a_planned_run_takes_the_settings_it_was_planned_with_and_no_others(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    mine = ("--ds", "2026-11-27", "--set", "surface=email", "--set", "task.k=3")
+    prepared = nightshelf("prepare", config, *mine, "--output", "json").json
+    run = ("--run-id", prepared["run_id"])
+    assert nightshelf("score", config, *mine, *run, "--output", "json").json["rows"] > 0
+    nightshelf("audit", prepared["run_dir"], "--ds", "2026-11-27")
+    for other, named in (
+        (("--ds", "2026-11-28"), "--ds 2026-11-28"),
+        (("--set", "task.k=4"), "task.k=4"),
+        (("--set", "audit.min_rows=2"), "audit.min_rows=2"),
+    ):
+        err = nightshelf("publish", config, *run, *other, check=2).err
+        assert "cannot change a run that is planned" in err
+        assert f"got {named}" in err
+    assert (
+        "got --ds" in nightshelf("publish", prepared["run_dir"], "--ds", "2026-11-28", check=2).err
+    )
+    work_dir = ("--set", f"run.work_dir={tmp_path}/./runs")  # the same folder, by another name
+    assert (
+        nightshelf("publish", config, *run, *work_dir, "--output", "json").json["ds"]
+        == "2026-11-27"
+    )
+
+
+def test_a_plan_says_what_the_date_s_state_is(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    plan = ("plan", config, "--output", "json")
+    assert nightshelf(*plan).json["before"] == "none"
+    nightshelf("run", config, "--set", "audit.min_rows=30", check=6)
+    assert nightshelf(*plan).json["before"] == "refused"
+    nightshelf("run", config, "--set", "task.k=4")
+    assert nightshelf(*plan).json["before"] == "published"
+    assert nightshelf(*plan, "--ds", "2026-11-29").json["before"] == "none"
+    assert nightshelf(*plan, "--set", "surface=email").json["before"] == "none"
+
+
 def test_a_refused_audit_shows_its_gates_and_publish_keeps_to_it(nightshelf, tmp_path):
     write_inputs(tmp_path)
     config = write_config(tmp_path, audit={"min_rows": 30})
@@ -148,7 +187,7 @@ def test_logs_may_be_json_lines(nightshelf, tmp_path):
     done = nightshelf("run", write_config(tmp_path), "--log-format", "json")
     events = [json.loads(line) for line in done.err.splitlines()]
     assert [e["step"] for e in events if e["event"] == "step"] == [
-        "plan", "prepare", "score", "audit", "publish",
+        "plan", "prepare", "score", "audit", "publish", "report",
     ]  # fmt: skip
     assert all("ts" in event for event in events)
 

@@ -47,6 +47,7 @@ def test_exit_codes_are_the_documented_ones():
         "NightshelfError": 1, "ConfigError": 2, "InputError": 3, "TableError": 3,
         "CatalogError": 3, "RunError": 4, "ShardFailedError": 4, "AccountingError": 4,
         "StorageError": 4, "ConflictError": 4, "EngineError": 5, "AuditRefusedError": 6,
+        "ComparisonRefusedError": 6,
     }  # fmt: skip
 
 

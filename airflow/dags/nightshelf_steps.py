@@ -1,0 +1,277 @@
+"""The tasks of a nightshelf DAG: a step of a run as a command, a wait for input files, and which
+failures are worth another try.
+
+A step is one command line of `nightshelf`, started without a shell: what a person types into the
+trigger form is an argument, never code. Its last line of output is one JSON object; ids and counts
+of it go to XCom, nothing else does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from airflow.sdk import (
+    Asset,
+    BaseOperator,
+    BaseSensorOperator,
+    Context,
+    ObjectStoragePath,
+    RetryDecision,
+    RetryPolicy,
+)
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
+
+MEANINGS = {
+    1: "an error nobody foresaw",
+    2: "usage or configuration",
+    3: "an input breaks its contract",
+    4: "the run is incomplete; running it again continues it",
+    5: "the engine cannot start",
+    6: "the audit refused",
+    130: "interrupted",
+}
+_FINAL = (1, 2, 3, 5, 6)  # trying again gives the same answer
+_WORDS = ("run_id", "ds", "surface", "status", "before")  # strings of a result that XCom may hold
+
+
+class StepFailed(AirflowException):
+    """A step ended with an exit code other than 0.
+
+    Args:
+        exit_code: as the command gave it; negative when a signal ended it.
+        final: whether another try is of no use; default: what the exit code says.
+    """
+
+    def __init__(self, step: str, exit_code: int, reason: str, *, final: bool | None = None):
+        self.step, self.exit_code, self.reason = step, exit_code, reason
+        self.final = exit_code in _FINAL if final is None else final
+        super().__init__(f"{step} ended with {self.ending}: {reason}")
+
+    @property
+    def ending(self) -> str:
+        """The exit code in words."""
+        if self.exit_code < 0:
+            return f"signal {signal.Signals(-self.exit_code).name}"
+        meaning = MEANINGS.get(self.exit_code)
+        return f"exit {self.exit_code}" + (f" ({meaning})" if meaning else "")
+
+
+class RetryOnlyWhatHelps(RetryPolicy):
+    """Another try for exit 4 and for a step that was killed; none for any other exit code.
+
+    Failures that are not of a step (a lost worker, a timeout) follow the task's `retries`. The
+    pause grows by the task's own back-off.
+    """
+
+    def evaluate(
+        self,
+        exception: BaseException,
+        try_number: int,
+        max_tries: int,
+        context: Context | None = None,
+    ) -> RetryDecision:
+        """Decide in the worker, from the exception."""
+        if not isinstance(exception, StepFailed):
+            return RetryDecision.default()
+        if exception.final:
+            return RetryDecision.fail(f"{exception.ending}: another try would end the same way")
+        return RetryDecision.retry(reason=f"{exception.ending}: finished shards are kept")
+
+
+def partition_date(
+    params: Mapping[str, Any], dag_run: Any, *, days: int | None, timezone: str
+) -> str:
+    """The partition date of a DAG run, YYYY-MM-DD, from what the run is for; never from the clock.
+
+    In this order: the `ds` of the trigger form; the partition key (scheduled runs, backfills, and
+    runs of partitioned assets); the date that the triggering assets' events name; for a run started
+    by hand, the date that a scheduled run at its logical date would have.
+
+    Args:
+        days: how many days a daily run's partition is from the day it runs on; None when runs are
+            not daily, or assets start them.
+
+    Raises:
+        AirflowFailException: none of them gives a date, or events give several.
+    """
+    if params.get("ds"):
+        return _as_date(params["ds"], "the parameter ds")
+    if dag_run.partition_key:
+        return _as_date(dag_run.partition_key, "the partition key")
+    named = {
+        _as_date(value, f"the event of asset {event.asset.name!r}")
+        for event in dag_run.consumed_asset_events or ()
+        if (value := event.partition_key or (event.extra or {}).get("ds"))
+    }
+    if len(named) > 1:
+        raise AirflowFailException(
+            f"the assets' events are of several dates: {', '.join(sorted(named))}. "
+            "Trigger the DAG with the parameter ds."
+        )
+    if named:
+        return named.pop()
+    if dag_run.logical_date is not None and days is not None:
+        day = dag_run.logical_date.astimezone(ZoneInfo(timezone)).date()
+        return str(day + timedelta(days=days))
+    raise AirflowFailException(
+        "the run has no partition date: no partition key, no event that names one, and no logical "
+        "date of a daily schedule. Trigger it with the parameter ds."
+    )
+
+
+def _as_date(value: Any, where: str) -> str:
+    try:
+        return str(datetime.fromisoformat(str(value)).date())
+    except ValueError:
+        raise AirflowFailException(f"{where} is not a date: {value!r}") from None
+
+
+def ids_and_counts(result: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a step's JSON is small enough for XCom: numbers, and the words that name the run."""
+    return {
+        key: value
+        for key, value in result.items()
+        if value is None or isinstance(value, int | float) or key in _WORDS
+    }
+
+
+class InputsReady(BaseSensorOperator):
+    """Waits until every marker file is there. Gives its worker slot back between looks."""
+
+    template_fields: Sequence[str] = ("markers",)
+
+    def __init__(self, *, markers: list[str], folder: str, **kwargs: Any) -> None:
+        super().__init__(mode="reschedule", **kwargs)
+        self.markers = markers
+        self.folder = folder
+
+    def poke(self, context: Context) -> bool:
+        """Whether all are there now."""
+        missing = [name for name in self.markers if not self._path(name).exists()]
+        if missing:
+            self.log.info("not there yet: %s", ", ".join(missing))
+        return not missing
+
+    def _path(self, name: str) -> ObjectStoragePath:
+        local = name if "://" in name else "file://" + os.path.join(self.folder, name)
+        return ObjectStoragePath(local)
+
+
+class NightshelfOperator(BaseOperator):
+    """One step of a run: runs a command and takes its last line as the result.
+
+    Args:
+        step: `plan`, `prepare`, … for messages.
+        command: program and arguments; those that render to nothing are left out.
+        env: variables for the command, besides the worker's own.
+        cwd: folder that the command runs in.
+        asset: gets an event with the counts, when the step is done.
+    """
+
+    template_fields: Sequence[str] = ("command", "env")
+    ui_color = "#e8f0fe"
+
+    def __init__(
+        self,
+        *,
+        step: str,
+        command: list[str],
+        env: dict[str, str] | None = None,
+        cwd: str | None = None,
+        asset: Asset | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs, outlets=[asset] if asset else [])
+        self.step = step
+        self.command = command
+        self.env = env or {}
+        self.cwd = cwd
+        self.asset = asset
+        self._process: subprocess.Popen[str] | None = None
+        self._run_dir: str | None = None
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        """Run it.
+
+        Raises:
+            StepFailed: with the reason from the command's JSON.
+            AirflowSkipException: a plan whose day needs no run.
+        """
+        command = [word for word in self.command if word]
+        result = self._run(command)
+        self._run_dir = result.get("run_dir")
+        found = ids_and_counts(result)
+        if self.step == "plan":
+            _skip_unless_needed(found.get("before"), context["params"].get("reprocess", "all"))
+        if self.asset is not None:
+            event = context["outlet_events"][self.asset]
+            event.extra = found
+            event.add_partitions(found["ds"])
+        return found
+
+    def on_kill(self) -> None:
+        """End the command with all its workers; what is done is kept."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+
+    def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
+        """Datasets in and out with their rows, for OpenLineage, where its provider is installed."""
+        if self.step != "publish" or self._run_dir is None:
+            return None
+        from nightshelf_lineage import lineage_of
+
+        return lineage_of(self._run_dir)
+
+    def _run(self, command: list[str]) -> dict[str, Any]:
+        self.log.info("%s", subprocess.list2cmdline(command))
+        try:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="backslashreplace",
+                env=os.environ | self.env,
+                cwd=self.cwd,
+                start_new_session=True,  # a group of its own, for on_kill
+            )
+        except OSError as err:
+            raise StepFailed(self.step, 2, f"the command cannot be started: {err}") from err
+        self._process = process
+        result: dict[str, Any] = {}
+        assert process.stdout is not None, "stdout is a pipe"
+        for line in process.stdout:
+            self.log.info("%s", line.rstrip())
+            result = json_object(line) or result
+        code = process.wait()
+        if code != 0:
+            error = result.get("error") or {}
+            raise StepFailed(self.step, code, error.get("message", "see the task's log"))
+        return result
+
+
+def json_object(line: str) -> dict[str, Any] | None:
+    """The object that a line of output is, if it is one."""
+    if not line.startswith("{"):
+        return None
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _skip_unless_needed(before: str | None, reprocess: str) -> None:
+    """As `nightshelf backfill --reprocess` has it: none, failed or all."""
+    if before is None or before == "none" or reprocess == "all":
+        return
+    if reprocess == "failed" and before != "published":
+        return
+    raise AirflowSkipException(f"this date is {before} already, and reprocess is {reprocess!r}")

@@ -1,0 +1,63 @@
+"""`nightshelf report`: the page of a run that has ended, written again."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from jobs.launchers import LauncherOption, open_launcher
+from jobs.options import (
+    DebugOption,
+    DsOption,
+    LogFormat,
+    LogFormatOption,
+    Output,
+    OutputOption,
+    SetOption,
+    guard,
+    stderr,
+    stdout,
+)
+from jobs.progress import open_progress
+from jobs.run import load_manifest, only_run_of, report_of
+from jobs.steps_cli import RunIdOption, TargetArg, the_plan
+from pipelines.plan import plan_run
+from schemas.settings import RunConfig
+
+
+def report(
+    target: TargetArg,
+    users: Annotated[
+        list[str] | None,
+        typer.Option("--user", metavar="ID", help="A user to show besides; may be repeated."),
+    ] = None,
+    run_id: RunIdOption = None,
+    ds: DsOption = None,
+    set_: SetOption = None,
+    launcher: LauncherOption = None,
+    log_format: LogFormatOption = LogFormat.text,
+    output: OutputOption = Output.text,
+    debug: DebugOption = False,
+) -> None:
+    """Write a run's page again, with users of your choice.
+
+    Every run writes its page, report.html in its folder, when it ends.
+    """
+
+    def body() -> None:
+        plan = the_plan(target, run_id, ds, set_, same_model=False)
+        if isinstance(plan, RunConfig):
+            with open_launcher(launcher, plan) as chosen:
+                plan = plan_run(chosen.locate(plan))
+        with only_run_of(plan), open_progress(stderr(), log_format) as progress:
+            progress.step("report")
+            manifest = report_of(load_manifest(plan), users or [])
+        if output is Output.json:
+            found = {"run_id": plan.run_id, "status": manifest.status, "report": manifest.report}
+            typer.echo(json.dumps(found))
+        else:
+            stdout().print(manifest.report, highlight=False, soft_wrap=True)
+
+    guard(body, output, debug, log_format)

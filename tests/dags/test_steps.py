@@ -1,0 +1,294 @@
+"""The tasks by themselves: which date a run is of, what is tried again, what a failure says."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("airflow.sdk")
+
+from airflow.sdk import RetryAction
+from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+from nightshelf_alerts import run_failed, run_late
+from nightshelf_steps import (
+    InputsReady,
+    NightshelfOperator,
+    RetryOnlyWhatHelps,
+    StepFailed,
+    ids_and_counts,
+    partition_date,
+)
+
+
+def event(partition_key=None, name="users", **extra):
+    return SimpleNamespace(
+        asset=SimpleNamespace(name=name), partition_key=partition_key, extra=extra
+    )
+
+
+def dag_run(**known):
+    start = {"partition_key": None, "consumed_asset_events": [], "logical_date": None}
+    return SimpleNamespace(**(start | known))
+
+
+# --- the date -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "run", "want"),
+    [
+        ({"ds": "2026-11-28"}, dag_run(partition_key="2026-11-01"), "2026-11-28"),
+        ({}, dag_run(partition_key="2026-11-28"), "2026-11-28"),
+        # a partitioned asset of another DAG whose keys are times
+        ({"ds": None}, dag_run(partition_key="2026-11-28T00:00:00"), "2026-11-28"),
+        ({}, dag_run(consumed_asset_events=[event("2026-11-28")]), "2026-11-28"),
+        ({}, dag_run(consumed_asset_events=[event(ds="2026-11-28"), event()]), "2026-11-28"),
+        # by hand, at the end of the 29th: what the run of the 29th is of, the day before
+        ({}, dag_run(logical_date=datetime(2026, 11, 29, 23, 30, tzinfo=UTC)), "2026-11-28"),
+    ],
+    ids=["parameter", "partition key", "time as key", "event's key", "event's extra", "by hand"],
+)
+def test_the_partition_date_is_what_the_run_is_for(params, run, want):
+    assert partition_date(params, run, days=-1, timezone="UTC") == want
+
+
+def test_a_run_by_hand_is_of_the_day_in_the_time_zone_of_the_schedule():
+    run = dag_run(logical_date=datetime(2026, 11, 29, 23, 30, tzinfo=UTC))
+    assert partition_date({}, run, days=0, timezone="Asia/Tokyo") == "2026-11-30"
+
+
+@pytest.mark.parametrize(
+    ("params", "run", "days", "message"),
+    [
+        ({}, dag_run(), -1, "has no partition date"),
+        ({}, dag_run(logical_date=datetime(2026, 11, 29, tzinfo=UTC)), None, "no partition date"),
+        ({}, dag_run(partition_key="eu"), -1, "the partition key is not a date: 'eu'"),
+        ({"ds": "today"}, dag_run(), -1, "the parameter ds is not a date: 'today'"),
+        (
+            {},
+            dag_run(consumed_asset_events=[event("2026-11-28"), event("2026-11-27")]),
+            -1,
+            "several dates: 2026-11-27, 2026-11-28",
+        ),
+        ({}, dag_run(consumed_asset_events=[event("eu")]), -1, "the event of asset 'users'"),
+    ],
+)
+def test_a_run_without_one_date_fails_and_says_so(params, run, days, message):
+    with pytest.raises(AirflowFailException, match=message):
+        partition_date(params, run, days=days, timezone="UTC")
+
+
+# --- retries --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [1, 2, 3, 5, 6])
+def test_an_exit_code_that_stays_is_not_tried_again(code):
+    decision = RetryOnlyWhatHelps().evaluate(StepFailed("score", code, "why"), 1, 3)
+    assert decision.action is RetryAction.FAIL
+
+
+@pytest.mark.parametrize("code", [4, 130, -9, -15, 137])
+def test_exit_4_and_a_killed_step_are_tried_again(code):
+    decision = RetryOnlyWhatHelps().evaluate(StepFailed("score", code, "why"), 1, 3)
+    assert decision.action is RetryAction.RETRY
+    assert decision.retry_delay is None  # the task's own, which grows
+
+
+def test_what_is_no_step_follows_the_task(dags, tmp_path):
+    assert RetryOnlyWhatHelps().evaluate(OSError(), 1, 3).action is RetryAction.DEFAULT
+    from tests.dags.conftest import write_surfaces
+
+    bag = dags(write_surfaces(tmp_path, home={"config": "c", "retries": 5, "retry_delay_s": 7}))
+    for task in bag.dags["nightshelf_home"].tasks:
+        assert isinstance(task.retry_policy, RetryOnlyWhatHelps) or task.has_retry_policy
+        assert task.retries == 5
+        assert task.retry_delay.total_seconds() == 7
+        assert task.retry_exponential_backoff == 2
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+
+def step(code: str, name: str = "score", **more) -> NightshelfOperator:
+    return NightshelfOperator(
+        task_id=name, step=name, command=[sys.executable, "-c", code, ""], **more
+    )
+
+
+CONTEXT = {"params": {"reprocess": "all"}}
+
+
+def test_a_step_gives_ids_and_counts_and_nothing_else():
+    code = """
+import json, sys
+print("score", file=sys.stderr)
+print('{"broken')
+print(json.dumps({"run_id": "a", "rows": 5, "exact_share": 0.5, "cost": None, "run_dir": "/x",
+                  "hashes": {"config": "y"}, "surface": "home"}))
+"""
+    found = step(code).execute(CONTEXT)
+    assert found == {
+        "run_id": "a", "rows": 5, "exact_share": 0.5, "cost": None, "surface": "home",
+    }  # fmt: skip
+    assert ids_and_counts({"before": "none", "gates": []}) == {"before": "none"}
+
+
+def test_a_failed_step_says_the_reason_that_the_command_gave():
+    code = """
+import json
+print(json.dumps({"status": "failed", "error": {"message": "rows_min is 5", "exit_code": 6}}))
+raise SystemExit(6)
+"""
+    with pytest.raises(StepFailed, match=r"audit ended with exit 6 \(the audit refused.*rows_min"):
+        step(code, "audit").execute(CONTEXT)
+    with pytest.raises(StepFailed, match="exit 9: see the task's log"):
+        step("raise SystemExit(9)").execute(CONTEXT)
+
+
+def test_a_command_that_is_not_there_is_a_setting_to_repair():
+    broken = NightshelfOperator(task_id="plan", step="plan", command=["/no/nightshelf", "plan"])
+    with pytest.raises(StepFailed, match="cannot be started: .*No such file") as err:
+        broken.execute(CONTEXT)
+    assert err.value.final
+
+
+def test_killing_a_task_ends_the_command_and_its_workers(tmp_path):
+    code = f"""
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(child.pid))
+time.sleep(600)
+"""
+    task = step(code)
+    failure = []
+
+    def work():
+        try:
+            task.execute(CONTEXT)
+        except StepFailed as err:
+            failure.append(err)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.05)
+    task.on_kill()
+    thread.join(timeout=60)
+    assert failure[0].exit_code == -15
+    assert "signal SIGTERM" in str(failure[0])
+    assert not failure[0].final
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    """Running, and not only waiting to be reaped."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("before", "reprocess", "runs"),
+    [
+        ("none", "none", True), ("published", "none", False), ("refused", "none", False),
+        ("refused", "failed", True), ("published", "failed", False), ("published", "all", True),
+    ],
+)  # fmt: skip
+def test_reprocess_says_which_dates_are_run_again(before, reprocess, runs):
+    plan = step(f"""print('{{"run_id": "a", "before": "{before}"}}')""", "plan")
+    context = {"params": {"reprocess": reprocess}}
+    if runs:
+        assert plan.execute(context)["before"] == before
+    else:
+        with pytest.raises(AirflowSkipException, match=f"{before} already"):
+            plan.execute(context)
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def test_a_run_waits_until_every_marker_is_there(tmp_path):
+    markers = ["users/_SUCCESS", f"file://{tmp_path}/candidates/_SUCCESS"]
+    sensor = InputsReady(task_id="inputs_ready", markers=markers, folder=str(tmp_path))
+    assert sensor.reschedule
+    for name in ("users", "candidates"):
+        assert not sensor.poke({})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_SUCCESS").touch()
+    assert sensor.poke({})
+
+
+# --- alerts ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def webhook(monkeypatch):
+    heard = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            length = int(self.headers["Content-Length"])
+            heard.append(json.loads(self.rfile.read(length))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("NIGHTSHELF_WEBHOOK", f"http://127.0.0.1:{server.server_port}/")
+        yield heard
+        server.shutdown()
+
+
+def failed_context():
+    return {
+        "task_instance": SimpleNamespace(dag_id="nightshelf_home", task_id="audit", try_number=1),
+        "dag_run": SimpleNamespace(run_id="scheduled__2026-11-29"),
+        "task": SimpleNamespace(),
+        "exception": StepFailed("audit", 6, "coverage is 0.4, allowed at least 0.9"),
+    }
+
+
+def test_a_failure_tells_which_step_of_which_run_and_why(webhook):
+    run_failed(failed_context())
+    assert webhook == [
+        "nightshelf_home, run scheduled__2026-11-29: audit failed in try 1: audit ended with exit "
+        "6 (the audit refused): coverage is 0.4, allowed at least 0.9. What was published before "
+        "is unchanged."
+    ]
+
+
+def test_a_failed_report_does_not_say_that_nothing_was_published(webhook):
+    context = failed_context()
+    context["task_instance"].task_id = "report"
+    run_failed(context)
+    assert webhook[0].endswith("The rows are published.")
+
+
+def test_a_late_run_is_told(webhook):
+    run_late("home", 6, context={"dag_run": {"dag_run_id": "r"}})
+    assert webhook == ["nightshelf home: r is not published 6 hours after it was queued."]
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/", "nonsense", None])
+def test_a_webhook_that_cannot_be_reached_hides_no_failure(monkeypatch, caplog, address):
+    if address is not None:
+        monkeypatch.setenv("NIGHTSHELF_WEBHOOK", address)
+    run_failed(failed_context())
+    assert "coverage is 0.4" in caplog.text
+    assert ("cannot be reached" in caplog.text) == (address is not None)

@@ -208,6 +208,8 @@ class TrtllmBackend:
             )
         plan = plan_beams(self._checkpoint, width, steps, prompt_tokens, _total_memory())
         folder = self._prepared.path if self._prepared else self._checkpoint.folder
+        if self._beams is not None:  # of another width
+            self._beams.close()
         self._beams = BeamEngine(self._library, self._settings, plan, folder, self._placeholder)
         check_beams(
             self._beams,

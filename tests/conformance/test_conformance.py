@@ -15,6 +15,7 @@ from engine.device_trie import to_device
 from engine.exclusions import dead_nodes
 from engine.item_scoring import score_in_parts, score_items
 from engine.label_scoring import label_items
+from engine.native_beams import NativeBackend, search_natively
 from engine.sid_trie import build_trie
 from engine.token_tree import build_token_tree
 from schemas.requests import Ragged
@@ -259,3 +260,70 @@ def test_embeddings_belong_to_their_prompt(subject, pooling):
     oracle = Oracle(subject.model, case.trie, bound_space(), "full_vocab")
     want = np.stack([oracle.embed(PREFIX + prompt, pooling) for prompt in case.prompts])
     near(got, torch.from_numpy(want), subject.tolerance)
+
+
+class NativeCase:
+    """Beams of an engine's own search, and a catalog that holds every second one of them."""
+
+    def __init__(self, subject, packed, prompts):
+        if not isinstance(subject.backend, NativeBackend):
+            pytest.skip("this backend has no beam search of its own")
+        self.backend, self.prompts = subject.backend, prompts
+        self.backend.start_beams(width=8, steps=3, prompt_tokens=32)
+        self.context = self.backend.prefill(packed, 0)
+        raw = self.backend.native_beams(self.context)
+        assert not raw.failed.any()
+        codes = np.unique(raw.tokens.reshape(-1, 3)[::2], axis=0).astype(np.int32)
+        self.trie = build_trie(codes)
+        self.tokens = TextTokens(self.backend.facts.vocab_size, 3)
+        self.index = to_device(self.trie, self.tokens, "full_vocab", self.backend.facts.device)
+
+    def beams(self, *, rescore):
+        return search_natively(
+            self.backend,
+            self.context,
+            self.index,
+            width=8,
+            k=8,
+            rescore=rescore,
+            compare_users=0,
+            max_rows=1000,
+        )
+
+
+def test_native_beams_have_the_scores_of_candidates(subject):
+    prompts = [[3, 1, 4], [15, 9, 2, 6]]
+    case = NativeCase(subject, prompts_of(prompts, PREFIX), prompts)
+    native, failed, counts = case.beams(rescore=False)
+    assert not failed.any()
+    assert counts.beams == 16
+    assert len(native.sid) >= 8
+    again, _, _ = case.beams(rescore=True)
+    found, forced = (
+        {(u, s): score for u, s, score in zip(b.user, b.sid, b.score, strict=True)}
+        for b in (native, again)
+    )
+    assert set(found) == set(forced)
+    limit = max(subject.same, subject.tolerance)  # two engines, with kernels of their own
+    for key, score in found.items():
+        assert abs(score - forced[key]) <= limit
+    oracle = Oracle(subject.model, case.trie, case.tokens, "full_vocab")
+    for (user, sid), score in found.items():
+        assert abs(score - oracle.score(PREFIX + prompts[user], int(sid))) <= subject.tolerance
+
+
+def test_native_beams_belong_to_the_vector_of_their_user(subject):
+    """Users with the same tokens and other vectors, at once and one after another."""
+    width = subject.backend.facts.hidden_size
+    vectors = torch.randn(2, width, generator=torch.Generator().manual_seed(0))
+    packed = dataclasses.replace(
+        prompts_of([[3, 0, 5]] * 2, PREFIX),
+        soft_positions=np.asarray([1, 4]),
+        soft_vectors=vectors.to(subject.backend.facts.device),
+    )
+    case = NativeCase(subject, packed, [[3, 0, 5]] * 2)
+    both = -np.sort(-case.backend.native_beams(case.context).score)
+    swapped = dataclasses.replace(packed, soft_vectors=packed.soft_vectors.flip(0))
+    other = -np.sort(-case.backend.native_beams(case.backend.prefill(swapped, 0)).score)
+    assert np.abs(both - other[::-1]).max() <= max(subject.same, 1e-4)
+    assert np.abs(both[0] - both[1]).max() > 1e-3

@@ -115,6 +115,8 @@ def test_what_the_engine_forwards_is_counted_as_it_is(inputs, model_folder, nigh
     probes = 6 + 9 + 8 + 14  # of the self-test
     assert found["rows_forwarded"] == sent - probes
     assert found["reused_tokens"] == 0
+    planned = nightshelf("plan", configure(inputs, model_folder), "--output", "json").json
+    assert sent - probes <= planned["estimate"]["rows_forwarded"] <= 2 * sent
 
 
 def test_native_beams_are_counted_and_never_called_exact(inputs, model_folder, nightshelf, double):
@@ -184,7 +186,9 @@ def test_the_documented_configurations_are_valid(tmp_path, block):
     page = (ROOT / "docs/trtllm.md").read_text()
     first, *others = (yaml.safe_load(b) for b in re.findall(r"```yaml\n(.*?)```", page, flags=re.S))
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(first | ([{}, *others][block])))
+    shown = [{}, *others][block]
+    engine = first["engine"] | shown.get("engine", {})
+    path.write_text(yaml.safe_dump(first | shown | {"engine": engine}))
     config = load_config(path)
     assert config.engine.backend == "trtllm"
     assert config.engine.dtype == "bfloat16"

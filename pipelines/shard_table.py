@@ -48,7 +48,8 @@ def read_shard_table(plan: RunPlan, shard: Shard) -> pa.Table:
         _items(plan, frame.schema, USER_EXCLUSIONS, EXCLUDED_LIST),
     ]
     users = shard_columns(plan, frame.lazy(), columns).collect()
-    users = users.with_columns(frame.select(lists))
+    # Beside the frame's own columns: a selection of nulls alone would have one row.
+    users = users.with_columns(frame.with_columns(lists).select(CANDIDATE_LIST, EXCLUDED_LIST))
     users = mark_duplicates(users.with_row_index(ROW).with_columns(pl.lit(shard.path).alias(FILE)))
     # The lists of a row that is not used count for nothing, as when prepare joins them.
     users = users.with_columns(pl.when(~pl.col(DUPLICATE)).then(pl.col(CANDIDATE_LIST)))

@@ -58,6 +58,8 @@ _SECRET_KEY = re.compile(
     re.I,
 )
 _SECRET_VALUE = re.compile(r"://[^/@\s]+@")  # user:password@ in a URL
+# The same in a path; Azure's container@account holds none. Or a link that was signed.
+_SECRET_PATH = re.compile(r"://[^/@\s:]*:[^/@\s]+@|[?&](sig|[^=&]*(signature|token))=", re.I)
 
 
 class _Section(BaseModel):
@@ -601,6 +603,7 @@ class RunConfig(_Section):
                 got=self.output.format,
                 field="spark.register_table",
             )
+        yield from self._check_paths()
         _ = self.task.eligible
         yield from self._check_items()
         yield from self._check_task()
@@ -625,6 +628,25 @@ class RunConfig(_Section):
                 "prompt.template has {user_vector} but engine.projector is unset",
                 field="engine.projector",
             )
+
+    def _check_paths(self) -> Iterator[ConfigError]:
+        """No path holds credentials: the configuration is kept with every run."""
+        paths = {f"inputs.{name}": path for name, path in self.inputs.paths.items()} | {
+            "engine.model": self.engine.model,
+            "engine.projector": self.engine.projector,
+            "output.path": self.output.path,
+            "output.quarantine": self.output.quarantine,
+            "run.work_dir": self.run.work_dir,
+            "run.metrics_dir": self.run.metrics_dir,
+        }
+        for name, path in paths.items():
+            if path is not None and _SECRET_PATH.search(path):
+                yield ConfigError(
+                    f"{name} holds what looks like a credential",
+                    expected="a path without user, password or signature",
+                    do="Give credentials to fsspec by the environment, such as AWS_PROFILE.",
+                    field=name,
+                )
 
     def _check_items(self) -> Iterator[ConfigError]:
         """How items are named, and that there is a catalog of them."""

@@ -472,3 +472,27 @@ def test_a_fixed_size_list_with_nulls_shifts_nobody(nightshelf, tmp_path):
     assert summary["users_quarantined"] == len(gone)
     rows = pl.read_parquet(tmp_path / PARTITION).drop("run_id").sort("user_id", "rank")
     assert rows.equals(want.filter(~pl.col("user_id").is_in(gone)))
+
+
+@pytest.mark.parametrize(
+    ("setting", "path"),
+    [
+        ("inputs.users", "s3://AKIA123:hunter2@bucket/users"),
+        ("inputs.catalog", "https://host/catalog.parquet?sv=1&sig=hunter2"),
+        ("output.path", "s3://key:hunter2@bucket/out"),
+        ("inputs.exclusions", "https://host/x.parquet?X-Amz-Signature=hunter2"),
+    ],
+)
+def test_credentials_in_a_path_are_refused_and_not_repeated(nightshelf, tmp_path, setting, path):
+    write_inputs(tmp_path)
+    done = nightshelf("run", write_config(tmp_path), "--set", f"{setting}={path}", check=2)
+    assert f"{setting} holds what looks like a credential" in done.err
+    assert "hunter2" not in done.err + done.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_container_of_azure_is_no_credential(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    path = "abfs://shelves@account.dfs.core.windows.net/users"
+    done = nightshelf("plan", write_config(tmp_path), "--set", f"inputs.users={path}", check=None)
+    assert "credential" not in done.err + done.out

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,11 +126,15 @@ def placeholder_id(facts: CheckpointFacts, settings: EngineSettings) -> int | No
 
 
 class PreparedFolder:
-    """A temporary checkpoint folder whose config.json names our class; `close` removes it."""
+    """A temporary checkpoint folder whose config.json names our class.
+
+    `close` removes it, or else the end of the process.
+    """
 
     def __init__(self, folder: str, placeholder: int | None) -> None:
         source = Path(folder).resolve()
         self.path = tempfile.mkdtemp(prefix="nightshelf-trtllm-")
+        self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         for file in source.iterdir():
             if file.name != "config.json":
                 (Path(self.path) / file.name).symlink_to(file)
@@ -141,4 +146,4 @@ class PreparedFolder:
 
     def close(self) -> None:
         """Remove the folder; the files it links to stay."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._remove()

@@ -175,7 +175,7 @@ class NightshelfOperator(BaseOperator):
         asset: gets an event with the counts, when the step is done.
     """
 
-    template_fields: Sequence[str] = ("command", "env")
+    template_fields: Sequence[str] = ("command",)  # not env: what is rendered is shown in the UI
     ui_color = "#e8f0fe"
 
     def __init__(

@@ -14,8 +14,11 @@ import pytest
 
 pytest.importorskip("airflow.sdk")
 
+import pendulum
 from airflow.sdk import RetryAction
 from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+from airflow.serialization.encoders import coerce_to_core_timetable
+from airflow.timetables.base import TimeRestriction
 from nightshelf_alerts import run_failed, run_late
 from nightshelf_steps import (
     InputsReady,
@@ -25,6 +28,8 @@ from nightshelf_steps import (
     ids_and_counts,
     partition_date,
 )
+
+from tests.dags.conftest import write_surfaces
 
 
 def event(partition_key=None, name="users", **extra):
@@ -85,6 +90,52 @@ def test_a_run_without_one_date_fails_and_says_so(params, run, days, message):
         partition_date(params, run, days=days, timezone="UTC")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "key"),
+    [
+        ({"cron": "0 2 * * *"}, "2026-11-28"),
+        ({"cron": "0 2 * * *", "run_offset": 0}, "2026-11-29"),
+        # half past midnight of the 30th there is still the 29th in UTC
+        ({"cron": "30 0 * * *", "timezone": "Asia/Tokyo", "run_offset": 0}, "2026-11-30"),
+    ],
+    ids=["the day before", "its own day", "in a time zone"],
+)
+def test_the_first_run_of_the_29th_has_the_partition_of_its_schedule(dags, tmp_path, schedule, key):
+    timetable = core_timetable(dags, tmp_path, schedule)
+    earliest = pendulum.datetime(2026, 11, 29)
+    info = timetable.next_dagrun_info_v2(
+        last_dagrun_info=None, restriction=TimeRestriction(earliest, None, catchup=True)
+    )
+    assert info.partition_key == key
+
+
+@pytest.mark.parametrize(
+    ("last", "keys"),
+    [
+        (pendulum.datetime(2026, 11, 27, 23, 59), ["2026-11-25", "2026-11-26", "2026-11-27"]),
+        (pendulum.datetime(2026, 11, 27), ["2026-11-25", "2026-11-26"]),  # as the manual warns
+    ],
+)
+def test_a_backfill_has_the_partitions_whose_tick_is_in_its_window(dags, tmp_path, last, keys):
+    timetable = core_timetable(dags, tmp_path, {"cron": "0 2 * * *"})
+    first = pendulum.datetime(2026, 11, 25)
+    infos = timetable.iter_partition_dagrun_infos(earliest=first, latest=last)
+    assert [info.partition_key for info in infos] == keys
+
+
+def test_keys_that_are_times_are_mapped_to_days(dags, tmp_path):
+    schedule = {"assets": ["users", "s3://lake/candidates"], "keys": "timestamp"}
+    timetable = core_timetable(dags, tmp_path, schedule)
+    assert timetable.default_partition_mapper.to_downstream("2026-11-28T05:00:00") == "2026-11-28"
+
+
+def core_timetable(dags, folder, schedule):
+    """The scheduler's own form of a DAG's timetable."""
+    bag = dags(write_surfaces(folder, home={"config": "c", "schedule": schedule}))
+    assert bag.import_errors == {}
+    return coerce_to_core_timetable(bag.dags["nightshelf_home"].timetable)
+
+
 # --- retries --------------------------------------------------------------------------------------
 
 
@@ -103,8 +154,6 @@ def test_exit_4_and_a_killed_step_are_tried_again(code):
 
 def test_what_is_no_step_follows_the_task(dags, tmp_path):
     assert RetryOnlyWhatHelps().evaluate(OSError(), 1, 3).action is RetryAction.DEFAULT
-    from tests.dags.conftest import write_surfaces
-
     bag = dags(write_surfaces(tmp_path, home={"config": "c", "retries": 5, "retry_delay_s": 7}))
     for task in bag.dags["nightshelf_home"].tasks:
         assert isinstance(task.retry_policy, RetryOnlyWhatHelps) or task.has_retry_policy

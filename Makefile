@@ -8,7 +8,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check fmt bench constraints clean
+.PHONY: help setup java demo test check fmt bench constraints clean
 .PHONY: bench-quick bench-vllm
 
 help:  ## List the targets
@@ -17,7 +17,7 @@ help:  ## List the targets
 setup: $(READY)  ## Create .venv with everything the demo and the tests need
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev,iceberg,delta]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,spark,demo,dev,iceberg,delta]'
 	@touch $@
 
 demo: setup  ## Build the MovieLens example, run it both ways, show what came out
@@ -26,8 +26,16 @@ demo: setup  ## Build the MovieLens example, run it both ways, show what came ou
 	$(BIN)/nightshelf run $(MOVIES)/score.yaml
 	$(BIN)/python $(MOVIES)/show_demo.py
 
-test: check  ## Run the checks and every test that needs no GPU
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+java:  ## Find Java for Spark, or install it (Debian and Ubuntu, as root)
+	@{ java -version || "$$JAVA_HOME/bin/java" -version; } > /dev/null 2>&1 \
+	  || { test "$$(id -u)" = 0 && apt-get update -qq \
+	       && { apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless \
+	            || apt-get install -y -qq --no-install-recommends openjdk-21-jre-headless; }; } \
+	  || { echo "Spark's tests need Java 17 or 21: install it (apt install openjdk-17-jre-headless," \
+	            "brew install openjdk@17), or set JAVA_HOME." >&2; exit 1; }
+
+test: check java  ## Run the checks and every test that needs no GPU
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup
 
 check: setup  ## Format, lint, types, import contracts
 	$(BIN)/ruff format --check .

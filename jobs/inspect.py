@@ -11,6 +11,7 @@ import pyarrow as pa
 from jobs.run import load_plan, manifest_path
 from pipelines import files
 from pipelines.catalog import Catalog, is_saved
+from pipelines.frames import read_frame
 from pipelines.items import catalog_dir, open_items
 from pipelines.prepare import shard_of, shards_of
 from pipelines.profile import published_marker, table_key
@@ -76,6 +77,8 @@ def all_runs(work_dir: str) -> list[RunStatus]:
     if not fs.isdir(inside):
         return []
     folders = sorted(p for p in fs.ls(inside, detail=False) if fs.exists(f"{p}/plan.json"))
+    if "://" in root:
+        folders = [str(fs.unstrip_protocol(folder)) for folder in folders]
     return [_status_or_unreadable(folder) for folder in folders]
 
 
@@ -173,11 +176,11 @@ def _why_not(plan: RunPlan, index: int, user: str) -> str:
     if receipt is None:
         return "the run's folder is gone; nothing more is known"
     path = files.join(plan.run_dir, receipt.files["quarantine"].path)
-    bad = pl.read_parquet(path).filter((pl.col("table") == "users") & (pl.col("key") == user))
+    bad = read_frame(path).filter((pl.col("table") == "users") & (pl.col("key") == user))
     if not bad.is_empty():
         row = bad.row(0, named=True)
         return f"quarantined by rule {row['rule']}: {row['message']} (file {row['file']})"
-    outcomes = pl.read_parquet(files.join(plan.run_dir, receipt.files["outcomes"].path))
+    outcomes = read_frame(files.join(plan.run_dir, receipt.files["outcomes"].path))
     mine = outcomes.filter(pl.col("user_id").cast(pl.String) == user)
     if not mine.is_empty():
         return f"nothing eligible: {mine['reason'][0]}"

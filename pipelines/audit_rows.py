@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from pipelines import files
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
+from pipelines.frames import read_frame
 from pipelines.items import open_items
 from pipelines.prepare import shards_of
 from pipelines.read import eligibility_columns
@@ -62,7 +63,7 @@ class RowGates:
         known = pl.col("item_id").is_in(self._items.implode())
         bad["catalog_validity"] += rows.filter(~known).height
         excluded = (
-            pl.read_parquet(shard.path, columns=["user_id", EXCLUDED_LIST])
+            read_frame(shard.path, ["user_id", EXCLUDED_LIST])
             .explode(EXCLUDED_LIST)
             .drop_nulls()
             .rename({EXCLUDED_LIST: "item_id"})

@@ -240,12 +240,6 @@ def _vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int 
 
 
 def _check_writable(config: RunConfig) -> None:
-    if files.local_path(config.run.work_dir) is None:
-        raise ConfigError(
-            "run.work_dir must be a folder of this machine",
-            expected="a local path, or a mounted one that all workers see",
-            got=config.run.work_dir,
-        )
     for path, setting in (
         (config.output.path, "output.path"),
         (config.run.work_dir, "run.work_dir"),

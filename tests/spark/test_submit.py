@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.cases.helpers import torch_config, write
+from tests.e2e.test_s3 import rows_of, server, store  # noqa: F401
 from tests.factories import write_config, write_inputs
 from tests.spark.helpers import attempts, clear, published_bytes, receipts, wait_for
 
@@ -194,3 +195,21 @@ def test_a_backfill_runs_its_days_in_one_driver_with_torch(
     ]
     assert published_bytes(tmp_path) == want
     assert len(attempts(tmp_path)) == 4, "Spark's workers ran them"
+
+
+def test_executors_work_in_an_object_store(nightshelf, submit, store, tmp_path):  # noqa: F811
+    """Inputs, work folder and table are in a store; executors prepare and score there."""
+    fs, bucket = store
+    names = ("users", "catalog", "candidates", "exclusions")
+    inputs = {name: f"s3://{bucket}/in/{name}.parquet" for name in names}
+    changes = {"output__path": f"s3://{bucket}/out", "run__shard_users": 20}
+    config = write_config(tmp_path, inputs=inputs, spark__prepare="executors", **changes)
+    nightshelf("run", config)
+    want = rows_of(store)
+    remote = ("--set", f"run.work_dir=s3://{bucket}/runs", "--output", "json")
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    done = submit("run", config, *remote, env=environment)
+    assert done.json["run_dir"].startswith(f"s3://{bucket}/runs/")
+    fs.invalidate_cache()
+    assert rows_of(store).equals(want)
+    assert len(fs.glob(f"{bucket}/runs/*/attempts/*/shard-*/*.json")) == 3

@@ -1,10 +1,11 @@
 """What Spark costs: the scoring stage through Spark's launcher and through the local one.
 
-Both launchers run the same prepared shards with as many workers, taking turns. The *cost of a shard*
-is the time from one receipt to the next once the first fifth of them is there; the rest of the
-stage, workers and engines that start, is paid once. With the fake backend a shard takes almost no
-time, so that its cost is the launcher's; with torch the ratio of the two costs says what Spark adds
-to real work. Spark's session is started once and apart, as a run starts it once. stdout: a table, then one JSON document as the last line.
+Both launchers run the same prepared shards with as many workers, taking turns. The *cost of a
+shard* is the time from one receipt to the next once the first fifth of them is there; the rest of
+the stage, workers and engines that start, is paid once. With the fake backend a shard takes almost
+no time, so that its cost is the launcher's; with torch the ratio of the two costs says what Spark
+adds to real work. Spark's session is started once and apart, as a run starts it once. stdout: a
+table, then one JSON document as the last line.
 
     python -m benchmarks.spark
     python -m benchmarks.spark --workers 2 --repeats 5 --json spark.json

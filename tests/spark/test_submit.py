@@ -179,6 +179,16 @@ def test_a_python_that_cannot_run_the_driver_s_code_is_named(submit, tmp_path, w
     assert len(list(tmp_path.glob("runs/*/shards/*.parquet"))) == 1, "prepared, so it resumes"
 
 
+def test_a_cluster_that_gives_nothing_is_named(submit, tmp_path):
+    """Executors larger than any machine: Spark itself would wait for ever."""
+    write_inputs(tmp_path, num_users=10)
+    config = write_config(tmp_path, run__start_timeout_s=3)
+    large = {"spark.executor.memory": "512m", "spark.executor.cores": "2"}
+    done = submit("run", config, "--output", "json", check=5, master="local-cluster[1,1,512]",
+                  conf=large)  # fmt: skip
+    assert "no executor has answered for 3 s" in done.json["error"]["message"]
+
+
 def test_a_backfill_runs_its_days_in_one_driver_with_torch(
     nightshelf, submit, tmp_path, model_folder
 ):

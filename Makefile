@@ -9,7 +9,7 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 MOVIES := examples/movielens
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test browser check docs fmt bench airflow constraints clean
+.PHONY: help setup java demo test browser check docs fmt bench airflow constraints clean
 .PHONY: bench-quick bench-vllm airflow-test
 
 help:  ## List the targets
@@ -18,7 +18,7 @@ help:  ## List the targets
 setup: $(READY)  ## Create .venv with everything the demo and the tests need
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,demo,dev,docs,iceberg,delta]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,spark,demo,dev,docs,iceberg,delta]'
 	@touch $@
 
 demo: setup  ## Build the MovieLens example, run it both ways, show what came out
@@ -27,8 +27,16 @@ demo: setup  ## Build the MovieLens example, run it both ways, show what came ou
 	$(BIN)/nightshelf run $(MOVIES)/score.yaml
 	$(BIN)/python $(MOVIES)/show_demo.py
 
-test: check browser  ## Run the checks and every test that needs no GPU
-	$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist worksteal
+java:  ## Find Java for Spark, or install it (Debian and Ubuntu, as root)
+	@{ java -version || "$$JAVA_HOME/bin/java" -version; } > /dev/null 2>&1 \
+	  || { test "$$(id -u)" = 0 && apt-get update -qq \
+	       && { apt-get install -y -qq --no-install-recommends openjdk-17-jre-headless \
+	            || apt-get install -y -qq --no-install-recommends openjdk-21-jre-headless; }; } \
+	  || { echo "Spark's tests need Java 17 or 21: install it (apt install openjdk-17-jre-headless," \
+	            "brew install openjdk@17), or set JAVA_HOME." >&2; exit 1; }
+
+test: check java browser  ## Run the checks and every test that needs no GPU
+	$(BIN)/python -m pytest -q -rs -n $(JOBS) --dist loadgroup
 	$(MAKE) airflow-test
 
 browser:  ## Install Chromium, in which tests look at the report (Debian, as root; else it says so)

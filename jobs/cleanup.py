@@ -8,20 +8,18 @@ stay for all of them: they are small. Published tables are never touched.
 
 from __future__ import annotations
 
-import shutil
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from jobs.inspect import RunStatus, all_runs
-from jobs.run import load_plan, lock_path
+from jobs.run import load_plan
+from jobs.run_lock import only_run_of
 from pipelines import files
 from pipelines.profile import published_marker
+from schemas.errors import RunError, StorageError
+from schemas.runs import RunPlan
 
-_HEAVY = ("staged", "shards", "spill", "catalog")
+_HEAVY = ("staged", "shards", "spill", "catalog", "attempts")
 _DAY_S = 86400.0
 
 
@@ -46,17 +44,50 @@ def clean_up(work_dir: str, *, keep: int, older_than_days: float, dry_run: bool)
     kept = _kept(runs, keep)
     removed = []
     for run in runs:
-        heavy = [Path(run.run_dir) / name for name in _HEAVY]
-        present = [folder for folder in heavy if folder.is_dir()]
-        if run.status == "unreadable" or not present or run.run_dir in kept:
+        if run.status == "unreadable" or run.run_dir in kept:
             continue
         if _days_idle(run.run_dir) < older_than_days:
             continue
-        size = sum(_size(folder) for folder in present)
-        if not dry_run and not _remove(run.run_dir, present):
+        sizes = {name: _bytes(files.join(run.run_dir, name)) for name in _HEAVY}
+        heavy = [files.join(run.run_dir, name) for name, size in sizes.items() if size is not None]
+        if not heavy or (not dry_run and not _remove(run.run_dir, heavy)):
             continue
+        size = sum(size or 0 for size in sizes.values())
         removed.append(Removed(run_id=run.run_id, status=run.status, bytes=size))
+    return [*removed, *_copies(work_dir, runs, older_than_days, dry_run)]
+
+
+def _copies(
+    work_dir: str, runs: list[RunStatus], older_than_days: float, dry_run: bool
+) -> list[Removed]:
+    """Remove copies of Spark's tables that are old, and not of a run whose shards are still here:
+    what a run reads of them is in its shards."""
+    tables = files.join(work_dir, "tables")
+    used = [_plan_or_none(run) for run in runs if _bytes(files.join(run.run_dir, "shards"))]
+    inputs = {
+        file.path.rpartition("/")[0].rpartition("/")[2]
+        for plan in used
+        if plan is not None
+        for table in plan.inputs.values()
+        for file in table.files
+    }
+    removed = []
+    for name in files.list_names(tables):
+        folder = files.join(tables, name)
+        if name in inputs or _days_idle(folder) < older_than_days:
+            continue
+        size = _bytes(folder) or 0
+        if not dry_run:
+            files.remove_folder(folder)
+        removed.append(Removed(run_id=f"tables/{name}", status="copy", bytes=size))
     return removed
+
+
+def _plan_or_none(run: RunStatus) -> RunPlan | None:
+    try:
+        return load_plan(run.run_dir)
+    except StorageError:
+        return None
 
 
 def _kept(runs: list[RunStatus], keep: int) -> set[str]:
@@ -77,28 +108,20 @@ def _kept(runs: list[RunStatus], keep: int) -> set[str]:
 
 def _days_idle(run_dir: str) -> float:
     """Days since anything was written in a run's folder."""
-    times = [0.0]
-    for path in Path(run_dir).rglob("*"):
-        with suppress(FileNotFoundError):  # a run at work renames its temporary files
-            times.append(path.stat().st_mtime)
-    return (time.time() - max(times)) / _DAY_S
+    return (time.time() - files.describe_folder(run_dir)[1]) / _DAY_S
 
 
-def _size(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_size if path.is_file() else 0
-    return total
+def _bytes(folder: str) -> int | None:
+    """Bytes in a folder; None where there is none."""
+    return files.describe_folder(folder)[0] if files.exists(folder) else None
 
 
-def _remove(run_dir: str, folders: list[Path]) -> bool:
+def _remove(run_dir: str, folders: list[str]) -> bool:
     """Under the partition's lock, so that no run is at work there; False when one is."""
     try:
-        with FileLock(lock_path(load_plan(run_dir)), timeout=0):
-            for folder in folders:  # first what says that a folder is whole
-                (folder / "_done").unlink(missing_ok=True)
-                shutil.rmtree(folder)
-    except Timeout:
+        with only_run_of(load_plan(run_dir)):
+            for folder in folders:
+                files.remove_folder(folder)
+    except RunError:
         return False
     return True

@@ -10,6 +10,7 @@ import polars as pl
 from jobs.run import load_plan, manifest_path
 from pipelines import files
 from pipelines.catalog import is_saved
+from pipelines.frames import read_frame
 from pipelines.items import catalog_dir, open_items, titles
 from pipelines.prepare import shard_of, shards_of
 from pipelines.profile import published_marker, table_key
@@ -76,6 +77,8 @@ def all_runs(work_dir: str, ds: str = "") -> list[RunStatus]:
         return []
     named = (p for p in fs.ls(inside, detail=False) if p.rpartition("/")[2].startswith(ds))
     folders = sorted(p for p in named if fs.exists(f"{p}/plan.json"))  # a run's id begins with ds
+    if "://" in root:
+        folders = [str(fs.unstrip_protocol(folder)) for folder in folders]
     return [_status_or_unreadable(folder) for folder in folders]
 
 
@@ -180,10 +183,10 @@ def _why_not(plan: RunPlan, index: int | None, user: str) -> str:
 def _why_not_in(plan: RunPlan, receipt: ShardReceipt, user: str) -> str | None:
     """What a shard says of a user that has no row; None: it does not know the user."""
     path = files.join(plan.run_dir, receipt.files["quarantine"].path)
-    bad = pl.read_parquet(path).filter((pl.col("table") == "users") & (pl.col("key") == user))
+    bad = read_frame(path).filter((pl.col("table") == "users") & (pl.col("key") == user))
     if not bad.is_empty():
         row = bad.row(0, named=True)
         return f"quarantined by rule {row['rule']}: {row['message']} (file {row['file']})"
-    outcomes = pl.read_parquet(files.join(plan.run_dir, receipt.files["outcomes"].path))
+    outcomes = read_frame(files.join(plan.run_dir, receipt.files["outcomes"].path))
     mine = outcomes.filter(pl.col("user_id").cast(pl.String) == user)
     return None if mine.is_empty() else f"nothing eligible: {mine['reason'][0]}"

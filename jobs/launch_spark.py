@@ -27,7 +27,7 @@ from pyspark.errors import PySparkException
 
 from jobs import attempts, spark_probe
 from jobs.run import Progress
-from jobs.spark_conf import check_conf, gpus_per_worker
+from jobs.spark_conf import GpuSettings, check_conf, gpus_per_worker
 from jobs.spark_prepare import prepare_on_executors
 from jobs.spark_session import SparkApp, first_words
 from jobs.spark_tables import copy_tables, register
@@ -224,9 +224,19 @@ def _ask_executors(spark: SparkSession, plan: RunPlan, progress: Progress) -> No
     asked = json.dumps(spark_probe.questions(plan))
     slots = min(256, max(1, spark.sparkContext.defaultParallelism))
     cloudpickle.register_pickle_by_value(spark_probe)
+    limit = plan.config.run.start_timeout_s
+    late = threading.Event()
     try:
-        answers = _answers(spark, asked, slots)
+        with _cancelled_after(spark, limit, late):
+            answers = _answers(spark, asked, slots)
     except (PySparkException, Py4JError) as err:
+        if late.is_set():
+            raise EngineError(
+                f"no executor has answered for {limit:g} s",
+                expected="resources for at least one executor",
+                do="See the cluster's page: executors may ask for more memory, cores or GPUs than "
+                "any machine has left. run.start_timeout_s says how long to wait.",
+            ) from err
         raise EngineError(
             "executors cannot run the driver's Python",
             got=first_words(err),
@@ -235,8 +245,36 @@ def _ask_executors(spark: SparkSession, plan: RunPlan, progress: Progress) -> No
         ) from err
     finally:
         cloudpickle.unregister_pickle_by_value(spark_probe)
-    for note in spark_probe.check_answers(plan, answers):
+    settings = GpuSettings.of(lambda name: spark.conf.get(name, None), plan.config.spark.resource)
+    handed_out = settings.executor is not None or plan.config.spark.profile != "none"
+    for note in spark_probe.check_answers(plan, answers, handed_out=handed_out):
         progress.note(note)
+
+
+@contextmanager
+def _cancelled_after(spark: SparkSession, seconds: float, late: threading.Event) -> Iterator[None]:
+    """Cancel the jobs of the block, and set `late`, when it takes longer."""
+    context, tag = spark.sparkContext, f"nightshelf-look-{uuid.uuid4().hex[:8]}"
+
+    over = threading.Event()
+
+    def cancel() -> None:
+        if over.wait(seconds):
+            return
+        late.set()
+        while not over.is_set():  # again: a job that is not submitted yet cannot be cancelled
+            context.cancelJobsWithTag(tag)
+            over.wait(1.0)
+
+    canceller = threading.Thread(target=cancel, daemon=True, name="nightshelf-look-limit")
+    context.addJobTag(tag)
+    canceller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        canceller.join()
+        context.removeJobTag(tag)
 
 
 def _answers(spark: SparkSession, asked: str, slots: int) -> list[str]:

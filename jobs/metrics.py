@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+from prometheus_client import CollectorRegistry, Gauge, generate_latest, write_to_textfile
 
 from pipelines import files
 from schemas.runs import RunManifest
@@ -46,7 +46,7 @@ def write_metrics(manifest: RunManifest) -> None:
     plan = manifest.plan
     files.write_json(files.join(plan.run_dir, "metrics.json"), manifest.summary())
     registry = _registry(manifest)
-    write_to_textfile(files.join(plan.run_dir, "metrics.prom"), registry)
+    files.write_bytes(files.join(plan.run_dir, "metrics.prom"), generate_latest(registry))
     if plan.config.run.metrics_dir is not None:
         folder = Path(plan.config.run.metrics_dir)
         folder.mkdir(parents=True, exist_ok=True)

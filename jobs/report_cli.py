@@ -21,7 +21,8 @@ from jobs.options import (
     stdout,
 )
 from jobs.progress import open_progress
-from jobs.run import load_manifest, only_run_of, report_of
+from jobs.run import load_manifest, report_of
+from jobs.run_lock import only_run_of
 from jobs.steps_cli import RunIdOption, TargetArg, the_plan
 from pipelines.plan import plan_run
 from schemas.settings import RunConfig

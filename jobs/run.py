@@ -5,22 +5,18 @@ from __future__ import annotations
 import datetime as dt
 import platform
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Protocol
 
-from filelock import FileLock, Timeout
-
 from jobs.metrics import write_metrics
+from jobs.run_lock import only_run_of
 from pipelines import files
 from pipelines.audit import audit_run, staged_files
 from pipelines.plan import plan_run
 from pipelines.prepare import is_prepared, shards_of
 from pipelines.profile import publish_record, published_marker
 from pipelines.publish import publish_quarantine, publish_run
-from pipelines.publish.parquet import record_path
 from pipelines.run_shard import load_receipt
 from schemas.errors import AuditRefusedError, RunError, StorageError, quoted
 from schemas.runs import (
@@ -107,30 +103,6 @@ def run_job(config: RunConfig, launcher: Launcher, progress: Progress) -> RunMan
         score_step(plan, launcher, progress, clock)
         audit_step(plan, progress, clock)
         return publish_step(plan, launcher, progress, clock)
-
-
-def lock_path(plan: RunPlan) -> str:
-    """The lock of a partition's runs; its folder is made."""
-    path = files.local_path(f"{record_path(plan)}.lock")
-    assert path is not None, "the work folder is local: the plan checked it"
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    return path
-
-
-@contextmanager
-def only_run_of(plan: RunPlan) -> Iterator[None]:
-    """Hold the lock of the partition; it goes with the process that holds it, however that ends."""
-    path = lock_path(plan)
-    try:
-        with FileLock(path, timeout=0):
-            yield
-    except Timeout:
-        raise RunError(
-            "another run of this date and surface is at work",
-            got=f"ds {plan.ds}, surface {plan.surface!r}",
-            where=path,
-            do="Wait for it to end, then run the same command again.",
-        ) from None
 
 
 def prepare_step(plan: RunPlan, launcher: Launcher, progress: Progress) -> None:

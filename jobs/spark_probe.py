@@ -32,6 +32,7 @@ def questions(plan: RunPlan) -> dict[str, Any]:
         "modules": ["jobs", "pipelines", "engine", "schemas"],
         "run_dir": plan.run_dir,
         "folders": folders,
+        "gpus": plan.config.engine.device == "auto" and plan.config.engine.backend != "fake",
     }
 
 
@@ -43,7 +44,9 @@ def look_around(asked: str) -> str:
     import json
     import os
     import platform
+    import shutil
     import socket
+    import subprocess
     import sys
     import uuid
 
@@ -78,9 +81,14 @@ def look_around(asked: str) -> str:
             for name in names
         )
         listed[setting] = [[name, stat.st_size] for name, stat in found]
+    gpus = 0
+    if wanted["gpus"] and shutil.which("nvidia-smi"):
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        gpus = sum(line.startswith("GPU ") for line in said.stdout.splitlines())
     return json.dumps(
         {
             "host": socket.gethostname(),
+            "gpus": gpus,
             "python": platform.python_version(),
             "executable": sys.executable,
             "versions": versions,
@@ -104,13 +112,17 @@ def carried(asked: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
     return look
 
 
-def check_answers(plan: RunPlan, answers: Iterable[str]) -> list[str]:
+def check_answers(plan: RunPlan, answers: Iterable[str], *, handed_out: bool = True) -> list[str]:
     """Compare executors with this driver; notes about what differs and may be meant so.
+
+    Args:
+        handed_out: whether Spark gives its tasks GPUs.
 
     Raises:
         EngineError: nightshelf or a package it needs is missing on an executor, or is another
             nightshelf, or the model is not there.
-        ConfigError: an executor cannot read or write the run's folder.
+        ConfigError: an executor cannot read or write the run's folder, or has GPUs that nobody
+            would use.
     """
     here = json.loads(look_around(json.dumps(questions(plan))))
     notes: dict[str, None] = {}
@@ -118,6 +130,15 @@ def check_answers(plan: RunPlan, answers: Iterable[str]) -> list[str]:
         there = json.loads(text)
         _check_packages(there, here)
         _check_folders(plan, there, here)
+        if there["gpus"] and not handed_out:
+            raise ConfigError(
+                "an executor has GPUs that Spark does not hand out",
+                expected=f"spark.executor.resource.{plan.config.spark.resource}.amount and "
+                f"spark.task.resource.{plan.config.spark.resource}.amount, or engine.device: cpu",
+                got=f"{there['gpus']} GPUs, engine.device: auto",
+                where=f"host {there['host']}",
+                do="On one machine the local launcher uses every GPU: nightshelf run CONFIG.",
+            )
         for name, version in there["versions"].items():
             if here["versions"].get(name) != version and name != "nightshelf":
                 notes[

@@ -50,6 +50,7 @@ class SparkApp:
 
     def _open(self, config: RunConfig) -> SparkSession:
         try:
+            from py4j.protocol import Py4JError
             from pyspark.errors import PySparkException
             from pyspark.sql import SparkSession
             from pyspark.sql.utils import is_remote
@@ -74,11 +75,12 @@ class SparkApp:
             return _start(config)
         except NightshelfError:
             raise
-        except (PySparkException, OSError, RuntimeError) as err:
+        except (PySparkException, Py4JError, OSError, RuntimeError) as err:
             raise EngineError(
                 "Spark cannot start",
                 got=first_words(err),
-                do="It needs Java 17 or 21 on PATH or in JAVA_HOME, and a master that answers.",
+                do="It needs Java 17 or 21 on PATH or in JAVA_HOME, a master that answers, and "
+                "settings that Spark accepts.",
             ) from err
 
 
@@ -120,8 +122,8 @@ def spark_errors(kind: type[NightshelfError], what: str) -> Iterator[None]:
 
 
 def first_words(error: BaseException) -> str:
-    """What a Spark error says happened: the last line of a Python traceback in it, else its first
-    line; never the stack around it.
+    """What a Spark error says happened: the last line of a Python traceback in it, else the Java
+    exception, else its first line; never the stack around it.
     """
     lines = str(error).splitlines()
     said = [line.strip() for line in lines if line.strip()]
@@ -129,4 +131,5 @@ def first_words(error: BaseException) -> str:
     for line in lines[starts[-1] + 1 :] if starts else ():
         if line.strip() and not line[0].isspace():  # lines of the stack are indented
             return line.strip()[:300]
+    said = [line.removeprefix(": ") for line in said if line.startswith(": ")] or said
     return said[0][:300] if said else type(error).__name__

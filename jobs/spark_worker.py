@@ -9,6 +9,7 @@ and avoided where only the shard is at fault.
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 import sys
 import uuid
@@ -63,6 +64,9 @@ class _Held:
         self.catalog = open_items(self._plan)
         self.engine = self._stack.enter_context(start_engine(self._plan, self.catalog))
         self.ahead = self._stack.enter_context(ReadAhead(self._plan, self.catalog))
+        # Spark's daemon collects garbage after every task, and a model's libraries are half a
+        # million objects that are none.
+        gc.freeze()
         self.started = True
 
     def close(self) -> None:

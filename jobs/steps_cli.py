@@ -34,13 +34,13 @@ from jobs.run import (
     audit_step,
     last_audit,
     load_plan,
-    only_run_of,
     plan_path,
     prepare_step,
     publish_step,
     receipts_of,
     score_step,
 )
+from jobs.run_lock import only_run_of
 from pipelines import files
 from pipelines.plan import check_unchanged, plan_run
 from schemas.config_file import load_config

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipelines import files
 from pipelines.audit_rows import RowGates
+from pipelines.frames import read_frame
 from pipelines.profile import ProfileBuilder, RunProfile, last_published, overlap, score_drift
 from schemas.runs import AuditReport, Counts, GateResult, RunPlan, ShardReceipt
 
@@ -98,11 +99,11 @@ def _list_gates(plan: RunPlan, receipts: list[ShardReceipt], counts: Counts) -> 
     rows, builder = RowGates(plan), ProfileBuilder(plan, counts)
     lengths = np.zeros(plan.config.task.k + 1, dtype=np.int64)
     for receipt in receipts:
-        frame = pl.read_parquet(files.join(plan.run_dir, receipt.result.path))
+        frame = read_frame(files.join(plan.run_dir, receipt.result.path))
         rows.add(receipt, frame)
         builder.add(frame)
         outcomes = files.join(plan.run_dir, receipt.files["outcomes"].path)
-        returned = pl.read_parquet(outcomes, columns=["returned"])["returned"].to_numpy()
+        returned = read_frame(outcomes, ["returned"])["returned"].to_numpy()
         lengths += np.bincount(returned, minlength=len(lengths))
     sample = builder.save(plan)
     bad = [count(name, found, detail) for name, (found, detail) in rows.counts.items()]

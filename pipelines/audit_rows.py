@@ -61,14 +61,10 @@ class RowGates:
         ).height
         known = pl.col("item_id").is_in(self._items.implode())
         bad["catalog_validity"] += rows.filter(~known).height
-        users = pl.from_arrow(read_shard_table(self._plan, shard))
+        users = pl.from_arrow(read_shard_table(self._plan, shard, ["user_id", EXCLUDED_LIST]))
         assert isinstance(users, pl.DataFrame), "a table is a frame"
         excluded = (
-            users.select("user_id", EXCLUDED_LIST)
-            .explode(EXCLUDED_LIST)
-            .drop_nulls()
-            .rename({EXCLUDED_LIST: "item_id"})
-            .unique()
+            users.explode(EXCLUDED_LIST).drop_nulls().rename({EXCLUDED_LIST: "item_id"}).unique()
         )
         bad["excluded_items"] += rows.join(excluded, on=["user_id", "item_id"], how="semi").height
         bad["ineligible_items"] += _ineligible(self._plan, shard, rows, self._catalog)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ from schemas.tables import (
     text_catalog_contract,
 )
 
+_DONE = "_done"  # written last: the catalog is whole
 _EXTRA = ("popularity", "title", "text")
 _TEXTS = 1 << 16  # texts tokenised at a time
 
@@ -68,7 +70,19 @@ class Catalog:
 
     def save(self, folder: str) -> None:
         """Write the catalog for `open_catalog`; the marker goes last."""
-        root = Path(folder)
+        local = files.local_path(folder)
+        if local is not None:
+            self._save(Path(local))
+        else:
+            with TemporaryDirectory(prefix="nightshelf-catalog-") as draft:
+                self._save(Path(draft))
+                for path in sorted(Path(draft).rglob("*")):
+                    if path.is_file():
+                        name = str(path.relative_to(draft))
+                        files.write_bytes(files.join(folder, name), path.read_bytes())
+        files.write_bytes(files.join(folder, _DONE), b"")
+
+    def _save(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         with (
             pa.OSFile(str(root / "items.arrow"), "wb") as sink,
@@ -76,19 +90,31 @@ class Catalog:
         ):
             writer.write_table(self.table)
         self.trie.save(root / "trie")
-        (root / "_done").write_bytes(b"")
 
 
 def open_catalog(folder: str) -> Catalog:
-    """Memory-map what `Catalog.save` wrote."""
-    root = Path(folder)
+    """Memory-map what `Catalog.save` wrote; from a store, a copy of it on this machine."""
+    local = files.local_path(folder)
+    if local is not None:
+        return _map(Path(local))
+    with TemporaryDirectory(prefix="nightshelf-catalog-") as copy:
+        fs, inside = files.filesystem(folder)
+        fs.invalidate_cache()
+        for found in fs.find(inside):
+            target = Path(copy) / str(found).removeprefix(inside).lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(found, str(target))
+        return _map(Path(copy))  # what is mapped stays when its name goes
+
+
+def _map(root: Path) -> Catalog:
     table = pa.ipc.open_file(pa.memory_map(str(root / "items.arrow"))).read_all()
     return Catalog(table, SidTrie.load(root / "trie"))
 
 
 def is_saved(folder: str) -> bool:
     """Whether a finished catalog is in the folder."""
-    return (Path(folder) / "_done").exists()
+    return files.exists(files.join(folder, _DONE))
 
 
 def read_catalog(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import os
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -320,6 +321,45 @@ def remove(path: str) -> None:
 
 
 @retried
+def remove_if_there(path: str) -> None:
+    """Remove a file; somebody else may have done it."""
+    fs, inside = filesystem(path)
+    try:
+        fs.rm_file(inside)
+    except FileNotFoundError:
+        return
+
+
+@retried
+def remove_folder(path: str) -> None:
+    """Remove a folder and everything below it, if it is there. Its `_done`, which says that it is
+    whole, goes first.
+    """
+    fs, inside = filesystem(path)
+    remove_if_there(join(path, "_done"))
+    fs.invalidate_cache()
+    with suppress(FileNotFoundError):
+        fs.rm(inside, recursive=True)
+
+
+def describe_folder(path: str) -> tuple[int, float]:
+    """Bytes of everything below a folder, and when any of it was written last (seconds, 0 when
+    there is nothing).
+    """
+    fs, inside = filesystem(path)
+    fs.invalidate_cache()
+    size, latest = 0, 0.0
+    for info in fs.find(inside, detail=True).values():
+        changed = info.get("mtime") or info.get("LastModified") or info.get("last_modified")
+        changed = changed or info.get("updated") or 0.0
+        if isinstance(changed, str):
+            changed = dt.datetime.fromisoformat(changed)
+        latest = max(latest, changed.timestamp() if hasattr(changed, "timestamp") else changed)
+        size += int(info.get("size") or 0)
+    return size, latest
+
+
+@retried
 def list_names(folder: str) -> list[str]:
     """Names of the files directly in a folder, listed fresh; empty when there is no such folder."""
     fs, inside = filesystem(folder)
@@ -379,3 +419,39 @@ def check_writable(path: str, setting: str) -> None:
         raise StorageError(
             f"{setting} is not writable", got=err.got or quoted(str(err)), where=path
         ) from err
+
+
+@retried
+def create(path: str, data: bytes) -> bool:
+    """Create a file that is whole when it appears; False when the name is taken.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    local = local_path(path)
+    try:
+        if local is not None:
+            _link(local, data)
+        else:
+            fs, inside = filesystem(path)
+            fs.pipe_file(inside, data, mode="create")
+    except FileExistsError:
+        return False
+    except OSError as err:
+        raise StorageError("a file could not be created", got=str(err), where=path) from err
+    return True
+
+
+def _link(path: str, data: bytes) -> None:
+    folder, _, name = path.rpartition("/")
+    os.makedirs(folder, exist_ok=True)
+    draft = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        with open(draft, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.link(draft, path)
+    finally:
+        if os.path.exists(draft):
+            os.remove(draft)

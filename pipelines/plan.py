@@ -331,13 +331,6 @@ def check_writable(config: RunConfig) -> None:
 
 def unwritable(config: RunConfig) -> Iterator[ConfigError]:
     """An error for each place that the run could not write to."""
-    if files.local_path(config.run.work_dir) is None:
-        yield ConfigError(
-            "run.work_dir must be a folder of this machine",
-            expected="a local path, or a mounted one that all workers see",
-            got=config.run.work_dir,
-            field="run.work_dir",
-        )
     for path, setting in (
         (config.output.path, "output.path"),
         (config.run.work_dir, "run.work_dir"),

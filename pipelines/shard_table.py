@@ -28,15 +28,15 @@ from schemas.tables import (
 )
 
 
-def read_shard_table(plan: RunPlan, shard: Shard) -> pa.Table:
-    """A shard's users, sorted by id, with the columns that `prepare` gives a shard.
+def read_shard_table(plan: RunPlan, shard: Shard, only: list[str] | None = None) -> pa.Table:
+    """A shard's users, sorted by id, with the columns that `prepare` gives a shard, or `only` some.
 
     Raises:
         StorageError: the file is missing or damaged.
         RunError: it is one of the users table, and not the one that was planned with.
     """
     if not plan.config.inputs.self_contained:
-        return files.read_parquet(shard.path)
+        return files.read_parquet(shard.path, only)
     _check_as_planned(plan, shard)
     table = files.read_parquet(shard.path)
     frame = pl.from_arrow(table)
@@ -53,9 +53,8 @@ def read_shard_table(plan: RunPlan, shard: Shard) -> pa.Table:
     users = mark_duplicates(users.with_row_index(ROW).with_columns(pl.lit(shard.path).alias(FILE)))
     # The lists of a row that is not used count for nothing, as when prepare joins them.
     users = users.with_columns(pl.when(~pl.col(DUPLICATE)).then(pl.col(CANDIDATE_LIST)))
-    return to_arrow(
-        users.select("user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST)
-    )
+    every = ["user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST]
+    return to_arrow(users.select(only or every))
 
 
 def read_users(plan: RunPlan, shard: Shard) -> pa.Array:

@@ -240,7 +240,7 @@ class ParquetTable:
             ) from err
 
     def _remove_success(self) -> None:
-        pointers.remove_if_there(files.join(self.partition, SUCCESS))
+        files.remove_if_there(files.join(self.partition, SUCCESS))
 
     def _whole(self, pointer: Pointer) -> bool:
         there = files.list_sizes(self.partition)
@@ -256,7 +256,7 @@ class ParquetTable:
             if _generation(name) > pointer.generation:
                 later = True
             else:
-                pointers.remove_if_there(files.join(self.partition, name))
+                files.remove_if_there(files.join(self.partition, name))
         folder = files.local_path(self._pointers)
         for name in files.list_names(self._pointers) if folder else ():
             if name.startswith("new-") and _generation(name) <= pointer.generation:

@@ -10,15 +10,13 @@ put that fails when the name exists: S3, Google Cloud Storage and Azure have it)
 
 from __future__ import annotations
 
-import os
 import re
-import uuid
 
 from pydantic import BaseModel, ConfigDict
 
 from pipelines import files
 from pipelines.publish.names import partition_name, pointer_root
-from schemas.errors import ConflictError, StorageError
+from schemas.errors import ConflictError
 
 _NAME = re.compile(r"^(\d{8})\.json$")
 _KEPT = 50  # pointers that stay as the partition's history
@@ -89,14 +87,14 @@ def create(folder: str, pointer: Pointer) -> None:
     """
     path = _path(folder, pointer.generation)
     data = (pointer.model_dump_json(indent=1) + "\n").encode()
-    if not _create(path, data) and load(folder, pointer.generation).token != pointer.token:
+    if not files.create(path, data) and load(folder, pointer.generation).token != pointer.token:
         raise conflict(pointer.ds, pointer.surface, path)
     # Also true where a store lets the second put win, or where the number had been cleared away.
     now = latest(folder)
     if now is None or now.token != pointer.token:
         raise conflict(pointer.ds, pointer.surface, path)
     for old in generations(folder)[_KEPT:]:
-        remove_if_there(_path(folder, old))
+        files.remove_if_there(_path(folder, old))
 
 
 def conflict(ds: str, surface: str, where: str) -> ConflictError:
@@ -109,51 +107,5 @@ def conflict(ds: str, surface: str, where: str) -> ConflictError:
     )
 
 
-@files.retried
-def remove_if_there(path: str) -> None:
-    """Remove a file; somebody else may have done it."""
-    fs, inside = files.filesystem(path)
-    try:
-        fs.rm_file(inside)
-    except FileNotFoundError:
-        return
-
-
 def _path(folder: str, generation: int) -> str:
     return files.join(folder, f"{generation:08d}.json")
-
-
-@files.retried
-def _create(path: str, data: bytes) -> bool:
-    """Create a file that is whole when it appears; False when the name is taken.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    local = files.local_path(path)
-    try:
-        if local is not None:
-            _link(local, data)
-        else:
-            fs, inside = files.filesystem(path)
-            fs.pipe_file(inside, data, mode="create")
-    except FileExistsError:
-        return False
-    except OSError as err:
-        raise StorageError("a pointer cannot be written", got=str(err), where=path) from err
-    return True
-
-
-def _link(path: str, data: bytes) -> None:
-    folder, _, name = path.rpartition("/")
-    os.makedirs(folder, exist_ok=True)
-    draft = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        with open(draft, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.link(draft, path)
-    finally:
-        if os.path.exists(draft):
-            os.remove(draft)

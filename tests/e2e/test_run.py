@@ -219,7 +219,7 @@ def test_each_user_may_have_a_k_of_its_own(nightshelf, tmp_path):
 def test_a_second_run_of_the_same_partition_waits_its_turn(nightshelf, tmp_path):
     from filelock import FileLock
 
-    from jobs.run import lock_path
+    from jobs.run_lock import lock_path
     from pipelines.plan import plan_run
     from schemas.config_file import load_config
 

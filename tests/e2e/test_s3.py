@@ -118,3 +118,49 @@ def test_a_bucket_that_is_not_there_is_named(nightshelf, store, config):
     assert "s3://nobody-has-this/users/" in done.err
     done = nightshelf("run", config, "--set", "output.path=s3://nobody-has-this/out", check=2)
     assert "output.path is not writable" in done.err
+
+
+def test_the_work_folder_may_be_in_the_store(nightshelf, store, config, tmp_path):
+    """Shards, receipts, staged files and the catalog: what workers of other machines need."""
+    fs, bucket = store
+    nightshelf("run", config)
+    want = rows_of(store)
+    remote = ("--set", f"run.work_dir=s3://{bucket}/runs")
+    summary = nightshelf("run", config, *remote, "--output", "json").json
+    assert summary["run_dir"].startswith(f"s3://{bucket}/runs/")
+    assert_frame_equal(rows_of(store), want)
+    again = nightshelf("run", config, *remote)
+    assert "10 of 10 shards are done already" in again.err
+    (seen,) = nightshelf("status", config, *remote, "--output", "json").json["runs"]
+    assert (seen["status"], seen["run_dir"]) == ("published", summary["run_dir"])
+    assert "Title i" in nightshelf("show", config, *remote, "--user", "u003").out
+    assert fs.exists(f"{summary['run_dir']}/metrics.prom")
+    assert not fs.glob(f"{bucket}/runs/published/*.lock"), "the lease ends with the run"
+    left = ("--keep", "0", "--older-than-days", "0", "--output", "json")
+    assert nightshelf("gc", config, *remote, *left).json["removed"] == []  # it is published
+    fs.rm(f"{summary['run_dir']}/published.json")
+    (removed,) = nightshelf("gc", config, *remote, *left).json["removed"]
+    assert removed["bytes"] > 0
+    assert not fs.exists(f"{summary['run_dir']}/staged")
+
+
+def test_a_lease_keeps_a_second_run_away_until_it_is_stale(nightshelf, store, config):
+    """An object store has no locks that go with their process."""
+    import json
+
+    from jobs.run_lock import lock_path
+    from pipelines import files
+    from pipelines.plan import plan_run
+    from schemas.config_file import load_config
+
+    _, bucket = store
+    remote = f"run.work_dir=s3://{bucket}/runs"
+    path = lock_path(plan_run(load_config(str(config), overrides=[remote])))
+    for age, code in ((5, 4), (500, 0)):
+        lease = {"host": "elsewhere", "pid": 1, "token": "x", "renewed_at": time.time() - age}
+        files.write_bytes(path, json.dumps(lease).encode())
+        done = nightshelf("run", config, "--set", remote, check=code)
+        assert ("another run of this date and surface is at work" in done.err) == (code == 4)
+    files.write_bytes(path, b"half a le")
+    nightshelf("run", config, "--set", remote)
+    assert not files.exists(path)

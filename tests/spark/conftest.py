@@ -20,13 +20,14 @@ import pytest
 
 from tests.spark.helpers import ROOT, Submitted
 
-LIMIT_S = 280
+LIMIT_S = 800
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if "tests/spark/" in item.nodeid:
             item.add_marker(pytest.mark.xdist_group("spark"))
+            item.add_marker(pytest.mark.timeout(900))  # a JVM on a busy machine takes its time
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ def receipts(folder: Path) -> dict[str, int]:
     return {p.name: p.stat().st_mtime_ns for p in folder.glob("runs/*/receipts/*.json")}
 
 
-def wait_for(condition: Callable[[], Any], what: str, process: Any, seconds: float = 200.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, process: Any, seconds: float = 600.0) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         found = condition()

@@ -131,3 +131,26 @@ def test_the_manifest_names_spark(nightshelf, spark, tmp_path):
     nightshelf("run", write_config(tmp_path, run__launcher="spark"))
     (manifest,) = tmp_path.glob("runs/*/manifest.json")
     assert "pyspark" in json.loads(manifest.read_text())["versions"]
+
+
+def test_the_benchmark_times_both_launchers(spark, tmp_path, capsys):
+    from benchmarks.spark import costs
+    from jobs.launch_local import LocalLauncher
+    from jobs.launch_spark import SparkLauncher
+    from jobs.run import plan_path
+    from jobs.spark_session import SparkApp
+    from pipelines import files
+    from pipelines.plan import plan_run
+    from pipelines.prepare import prepare_run
+    from schemas.config_file import load_config
+
+    write_inputs(tmp_path, num_users=40)
+    plan = plan_run(load_config(write_config(tmp_path, run__shard_users=5)))
+    files.write_json(plan_path(plan.run_dir), plan.model_dump(mode="json"))
+    with SparkApp() as app:
+        launchers = {"local": LocalLauncher(), "spark": SparkLauncher(app)}
+        found = costs(launchers, plan, prepare_run(plan), 5, repeats=1)
+    assert [one.launcher for one in found] == ["local", "spark"]
+    for one in found:
+        assert one.shards == 8
+        assert 0 < one.shard_s < one.stage_s

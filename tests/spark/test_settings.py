@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,14 @@ def test_settings_that_would_not_are_named(tmp_path, conf, changes, message):
     assert caught.value.expected or caught.value.do
 
 
+def test_an_engine_over_two_gpus_takes_slots_of_two(tmp_path, monkeypatch):
+    monkeypatch.setattr("jobs.spark_conf.gpus_per_worker", lambda config: 2)
+    two = {name: "2" if "resource" in name else value for name, value in ONE_GPU.items()}
+    check(tmp_path, two)
+    with pytest.raises(ConfigError, match=r"expected spark.task.resource.gpu.amount=2"):
+        check(tmp_path, ONE_GPU)
+
+
 def test_a_discovery_script_belongs_to_a_profile(tmp_path):
     with pytest.raises(ConfigError, match=r"profile: executor"):
         load_config(write_config(tmp_path, spark__discovery_script="/opt/gpus.sh"))
@@ -136,12 +145,30 @@ def test_a_folder_that_executors_cannot_write_is_named(plan):
         check_answers(plan, [answer(plan)])
 
 
+def test_gpus_that_spark_does_not_hand_out_are_named(plan):
+    assert check_answers(plan, [answer(plan, gpus=4)]) == []
+    with pytest.raises(ConfigError, match=r"GPUs that Spark does not hand out.*4 GPUs"):
+        check_answers(plan, [answer(plan, gpus=4)], handed_out=False)
+
+
 def test_a_model_that_is_not_everywhere_is_named(plan):
     engine = plan.config.engine.model_copy(update={"model": str(Path(plan.run_dir))})
     config = plan.config.model_copy(update={"engine": engine})
     plan = plan.model_copy(update={"config": config})
     with pytest.raises(EngineError, match=r"engine.model is not the same.*nothing there"):
         check_answers(plan, [answer(plan, listed={"engine.model": []})])
+
+
+def test_the_command_line_loads_no_spark():
+    code = "import sys, jobs.cli; sys.exit(bool({'pyspark', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_spark_connect_is_refused(nightshelf, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPARK_REMOTE", "sc://somewhere:15002")
+    write_inputs(tmp_path)
+    done = nightshelf("run", write_config(tmp_path, run__launcher="spark"), check=2)
+    assert "Spark Connect is not supported" in done.err
 
 
 @pytest.mark.parametrize(
@@ -176,6 +203,8 @@ def test_of_a_spark_error_the_reason_is_kept():
     )
     assert first_words(RuntimeError(text)) == "ModuleNotFoundError: No module named 'pyarrow'"
     assert first_words(RuntimeError("one\n\tat java")) == "one"
+    java = "An error occurred while calling None.x.\n: x.Bad: too much memory\n\tat x.Y(Z:1)"
+    assert first_words(RuntimeError(java)) == "x.Bad: too much memory"
     assert first_words(RuntimeError("")) == "RuntimeError"
 
 

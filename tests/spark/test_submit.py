@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import textwrap
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cases.helpers import torch_config, with_column, write
+from tests.cases.helpers import torch_config, write
+from tests.e2e.test_s3 import rows_of, server, store  # noqa: F401
 from tests.factories import write_config, write_inputs
 from tests.spark.helpers import attempts, clear, published_bytes, receipts, wait_for
 
@@ -59,15 +60,16 @@ def cluster(tmp_path) -> dict[str, str]:
         "spark.worker.resource.gpu.amount": "1",
         "spark.worker.resource.gpu.discoveryScript": str(script),
         "spark.executor.resource.gpu.amount": "1",
-        "spark.task.resource.gpu.amount": "1",
         "spark.executor.memory": "512m",
     }
 
 
 def test_an_executor_is_killed_and_the_run_ends_as_if_not(nightshelf, submit, cluster, tmp_path):
-    """Two executors with a GPU each; one is lost in the middle of the run with its worker."""
+    """Two executors with a GPU each, which only the scoring stage asks for; one executor is lost in
+    the middle of the run, with its worker.
+    """
     write_inputs(tmp_path, num_users=64)
-    config = write_config(tmp_path, engine__backend=SLOW, run__shard_users=4)
+    config = write_config(tmp_path, engine__backend=SLOW, run__shard_users=4, spark__profile="task")
     nightshelf("run", config)
     want = published_bytes(tmp_path)
     clear(tmp_path)
@@ -100,17 +102,6 @@ def test_an_executor_is_killed_and_the_run_ends_as_if_not(nightshelf, submit, cl
     lost = [device for engine, device in devices.items() if engine in held]
     assert len(lost) == 1
     assert len(alone) == len(set(alone)), "two engines on one address"
-
-
-def test_torch_publishes_the_same_bytes(nightshelf, submit, tmp_path, model_folder):
-    write_inputs(tmp_path)
-    config = torch_config(tmp_path, model_folder, run__shard_users=10, run__workers=0)
-    nightshelf("run", config)
-    want = published_bytes(tmp_path)
-    clear(tmp_path)
-    done = submit("run", config, "--output", "json")
-    assert done.json["status"] == "published"
-    assert published_bytes(tmp_path) == want
 
 
 def test_a_killed_driver_leaves_nobody_and_the_run_resumes(nightshelf, submit, tmp_path):
@@ -150,37 +141,85 @@ def test_a_wrong_setting_ends_it_with_2(submit, tmp_path):
     assert "run.shard_userz: unknown key; did you mean 'shard_users'?" in done.text
 
 
-def test_a_python_without_the_packages_is_named(submit, tmp_path, empty_python):
-    """Missing packages on executors: the message says which and where, the exit code is 5."""
+OTHER_VERSION = """\
+import sys
+
+
+class Version(tuple):
+    major, minor, micro, releaselevel, serial = 3, 99, 0, "final", 0
+
+
+sys.version_info = Version((3, 99, 0, "final", 0))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("no packages", "No module named 'pyarrow'"),
+        ("other version", "Python in worker has different version: 3.99 than that in driver"),
+    ],
+)
+def test_a_python_that_cannot_run_the_driver_s_code_is_named(submit, tmp_path, what, message):
+    """A package missing on executors; another Python than the driver's: exit code 5, and why."""
+    python = tmp_path / "python-of-executors"
+    flag = "-S" if what == "no packages" else ""  # without site-packages
+    env = f"PYTHONPATH={tmp_path}/site:$PYTHONPATH " if what == "other version" else ""
+    python.write_text(f'#!/bin/sh\n{env}exec {os.path.realpath(sys.executable)} {flag} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(OTHER_VERSION)
     write_inputs(tmp_path, num_users=10)
     config = write_config(tmp_path)
-    done = submit(
-        "run", config, "--output", "json", check=5, env={"PYSPARK_PYTHON": str(empty_python)}
-    )
-    assert "executors cannot run the driver's Python" in done.json["error"]["message"]
-    assert "spark.pyspark.python" in done.json["error"]["message"]
+    done = submit("run", config, "--output", "json", check=5, env={"PYSPARK_PYTHON": str(python)})
+    said = done.json["error"]["message"]
+    assert "executors cannot run the driver's Python" in said
+    assert message in said
+    assert "spark.pyspark.python" in said
     assert len(list(tmp_path.glob("runs/*/shards/*.parquet"))) == 1, "prepared, so it resumes"
 
 
-@pytest.fixture
-def empty_python(tmp_path) -> Path:
-    """A Python that finds Spark's worker and nothing else that is installed here."""
-    import sys
+def test_a_cluster_that_gives_nothing_is_named(submit, tmp_path):
+    """Executors larger than any machine: Spark itself would wait for ever."""
+    write_inputs(tmp_path, num_users=10)
+    config = write_config(tmp_path, run__start_timeout_s=3)
+    large = {"spark.executor.memory": "512m", "spark.executor.cores": "2"}
+    done = submit("run", config, "--output", "json", check=5, master="local-cluster[1,1,512]",
+                  conf=large)  # fmt: skip
+    assert "no executor has answered for 3 s" in done.json["error"]["message"]
 
-    script = tmp_path / "python-without-packages"
-    script.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
-    script.chmod(0o755)
-    return script
 
-
-def test_a_backfill_runs_its_days_in_one_driver(submit, tmp_path):
-    tables = write_inputs(tmp_path, num_users=10)
-    write(tmp_path, "users", with_column(tables["users"], "segment", ["s"] * 10))
-    config = write_config(tmp_path, ds=None)
+def test_a_backfill_runs_its_days_in_one_driver_with_torch(
+    nightshelf, submit, tmp_path, model_folder
+):
+    write_inputs(tmp_path)
+    config = torch_config(tmp_path, model_folder, run__shard_users=20, run__workers=0)
+    nightshelf("run", config)
+    want = published_bytes(tmp_path)
+    clear(tmp_path)
     days = ("--from", "2026-11-27", "--to", "2026-11-28")
     done = submit("backfill", config, *days, "--output", "json")
     assert [(d["ds"], d["state"]) for d in done.json["days"]] == [
         ("2026-11-27", "published"),
         ("2026-11-28", "published"),
     ]
-    assert len(attempts(tmp_path)) == 2, "Spark's workers ran them"
+    assert published_bytes(tmp_path) == want
+    assert len(attempts(tmp_path)) == 4, "Spark's workers ran them"
+
+
+def test_executors_work_in_an_object_store(nightshelf, submit, store, tmp_path):  # noqa: F811
+    """Inputs, work folder and table are in a store; executors prepare and score there."""
+    fs, bucket = store
+    names = ("users", "catalog", "candidates", "exclusions")
+    inputs = {name: f"s3://{bucket}/in/{name}.parquet" for name in names}
+    changes = {"output__path": f"s3://{bucket}/out", "run__shard_users": 20}
+    config = write_config(tmp_path, inputs=inputs, spark__prepare="executors", **changes)
+    nightshelf("run", config)
+    want = rows_of(store)
+    remote = ("--set", f"run.work_dir=s3://{bucket}/runs", "--output", "json")
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    done = submit("run", config, *remote, env=environment)
+    assert done.json["run_dir"].startswith(f"s3://{bucket}/runs/")
+    fs.invalidate_cache()
+    assert rows_of(store).equals(want)
+    assert len(fs.glob(f"{bucket}/runs/*/attempts/*/shard-*/*.json")) == 3

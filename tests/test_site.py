@@ -200,7 +200,7 @@ def test_make_targets_and_scripts_that_pages_name_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     for page in PAGES:
         for _, text in blocks(page, "sh"):
-            for line in text.splitlines():
+            for line in text.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if words[:1] == ["make"]:
                     assert words[1] in targets, line

@@ -1,7 +1,8 @@
 """A run's configuration: one YAML file, checked whole before anything starts.
 
 Unknown keys are errors. Paths are taken relative to the file. `{ds}` and `{surface}` in a path are
-replaced, so that one file serves every night. `json_schema()` feeds editors.
+replaced, so that one file serves every night. `json_schema()` feeds editors. The sections are in
+files of their own; what depends on more than one of them is checked here.
 """
 
 from __future__ import annotations
@@ -9,528 +10,83 @@ from __future__ import annotations
 import datetime as dt
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    StrictInt,
-    StrictStr,
     ValidationInfo,
-    WithJsonSchema,
-    field_validator,
     model_validator,
 )
 
-from schemas.eligibility import Expression, parse_eligibility
-from schemas.errors import ConfigError, quoted
+from schemas.engine_settings import EngineSettings, TrtllmSettings
+from schemas.errors import ConfigError
+from schemas.input_settings import (
+    TABLE,
+    TABLES,
+    InputSettings,
+    PromptSettings,
+    SidSettings,
+    TextSettings,
+)
+from schemas.run_settings import (
+    AuditSettings,
+    LimitedGate,
+    OutputSettings,
+    ReportSettings,
+    RunSettings,
+    SparkSettings,
+)
+from schemas.section import LENIENT, Section
 from schemas.semantic_ids import SidSpace
-from schemas.templates import PromptTemplate, parse_template
+from schemas.task_settings import (
+    CollisionPolicy,
+    EmbedSettings,
+    GenerateSettings,
+    LabelSettings,
+    LengthNorm,
+    Pooling,
+    QuotaSettings,
+    ScoreNorm,
+    ScoreSettings,
+    TaskSettings,
+)
 
-ScoreNorm = Literal["full_vocab", "sid_range", "level", "trie"]
-CollisionPolicy = Literal["all", "most_popular", "first"]
-LengthNorm = Literal["sum", "mean"]
-Pooling = Literal["last", "mean"]
-LimitedGate = Literal[
-    "coverage",
-    "quarantine_rate",
-    "rows_min",
-    "rows_p5",
-    "exact_share",
-    "legal_mass",
-    "score_drift",
-    "overlap",
-    "row_change",
+__all__ = [
+    "AuditSettings",
+    "CollisionPolicy",
+    "EmbedSettings",
+    "EngineSettings",
+    "GenerateSettings",
+    "InputSettings",
+    "LENIENT",
+    "LabelSettings",
+    "LengthNorm",
+    "LimitedGate",
+    "OutputSettings",
+    "Pooling",
+    "PromptSettings",
+    "QuotaSettings",
+    "ReportSettings",
+    "RunConfig",
+    "RunSettings",
+    "ScoreNorm",
+    "ScoreSettings",
+    "SidSettings",
+    "SparkSettings",
+    "TABLE",
+    "TABLES",
+    "TaskSettings",
+    "TextSettings",
+    "TrtllmSettings",
+    "json_schema",
 ]
-Positive = Annotated[int, Field(ge=1, strict=True)]  # true is no number
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
-TABLES = ("users", "catalog", "candidates", "exclusions")
-LENIENT = "lenient"  # validation context: settings that do not fit together are left to `conflicts`
 _LONGEST_NAME = 150  # of a surface; file names take 255 bytes and hold more than it
 _DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
-_SECRET_KEY = re.compile(
-    r"secret|passw|token|credential|(access|private|account)[-_.]?key|signature|connection.string",
-    re.I,
-)
-_SECRET_VALUE = re.compile(r"://[^/@\s]+@")  # user:password@ in a URL
 # The same in a path; Azure's container@account holds none. Or a link that was signed.
 _SECRET_PATH = re.compile(r"://[^/@\s:]*:[^/@\s]+@|[?&](sig|[^=&]*(signature|token))=", re.I)
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
-    )
-
-
-class TrtllmSettings(_Section):
-    """How TensorRT-LLM's engines are built; only `engine.backend: trtllm` reads it."""
-
-    max_num_tokens: Positive | Literal["auto"] = Field(
-        "auto", description="Tokens of one encode call; auto: what the GPU holds"
-    )
-    max_batch_size: Positive = Field(256, description="Prompts of one encode call")
-    multi_item: Literal["auto", "off"] = Field(
-        "auto", description="Many items behind one prompt; off: one prompt per item"
-    )
-    plugin: Literal["auto", "off"] = Field(
-        "auto", description="Our Qwen3 model inside TensorRT-LLM: soft tokens, head on demand"
-    )
-    kv_cache_dtype: Literal["auto", "fp8", "nvfp4"] = Field(
-        "auto", description="Precision of the KV cache of task.generate.mode native"
-    )
-    placeholder_id: Annotated[int, Field(ge=0, strict=True)] | None = Field(
-        None, description="Token that stands for a soft token; unset: the last id without a text"
-    )
-
-
-class EngineSettings(_Section):
-    """What runs the model, and how much it may take at once."""
-
-    backend: str = Field("torch", description="fake | torch | trtllm; see engine/registry.py")
-    model: str | None = Field(
-        None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
-    )
-    projector: str | None = Field(
-        None, description="Folder with projector.json and projector.safetensors for {user_vector}"
-    )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Model precision")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: CUDA when there is one"
-    )
-    max_batch_tokens: Positive | Literal["auto"] = Field(
-        "auto",
-        description="Rows (prompt tokens, tree nodes, beams) packed together; auto: what the GPU "
-        "holds, 8192 on a CPU",
-    )
-    max_batch_users: Positive = Field(256, description="Users in one packed pass")
-    tensor_parallel: Positive = Field(1, description="GPUs of one worker and its engine; trtllm")
-    seed: int = Field(0, description="Seed of the fake backend")
-    trtllm: TrtllmSettings = Field(
-        TrtllmSettings(),  # type: ignore[call-arg]
-        description="How TensorRT-LLM's engines are built",
-    )
-
-
-class SidSettings(_Section):
-    """The SID space. `tokens[l]` is the text of level l's tokens with `{code}` for the number."""
-
-    sizes: tuple[Positive, ...] = Field(
-        min_length=1, max_length=16, description="Codes of each level"
-    )
-    tokens: tuple[str, ...] = Field(
-        min_length=1, max_length=16, description="Text of each level's tokens, with {code}"
-    )
-    end_token: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="Token that ends a semantic ID; lets one be a prefix of another"
-    )
-    end_after: Literal["prefix", "every"] = Field(
-        "prefix", description="Which SIDs end_token closes: those that are a prefix, or every one"
-    )
-
-    @property
-    def space(self) -> SidSpace:
-        """The space these settings describe."""
-        return SidSpace(self.sizes, self.tokens, self.end_token)
-
-    @model_validator(mode="after")
-    def _end(self) -> SidSettings:
-        if self.end_after == "every" and self.end_token is None:
-            raise ValueError("sid.end_after: every needs sid.end_token")
-        return self
-
-
-class TextSettings(_Section):
-    """Items that have no semantic ID: a text of the catalog names them to the model."""
-
-    column: Annotated[str, Field(min_length=1)] = Field(
-        "text", description="Catalog column with the text"
-    )
-    max_tokens: Positive = Field(64, description="Longest text; a longer one is an error, not cut")
-
-
-class PromptSettings(_Section):
-    """The prompt of one user; see schemas/templates.py for the slots."""
-
-    template: str = Field(description="Text with slots; see schemas/templates.py")
-    max_tokens: Positive = Field(1024, description="Longest prompt; the oldest history goes first")
-    history_max_items: Positive = Field(50, description="Latest items kept in {history}")
-    history_separator: str = Field("", description="Text between two items of {history}")
-    null_text: str | None = Field(
-        None, description="Written for a null text or scalar; when unset the row is quarantined"
-    )
-
-    @property
-    def parsed(self) -> PromptTemplate:
-        """The template's segments."""
-        return parse_template(self.template)
-
-
-TABLE = "table:"  # how an input says that it is a table of Spark's catalog, and no path
-
-
-def _table_name(value: Any) -> Any:
-    """`{table: db.users}` as text, `table:db.users`."""
-    if not isinstance(value, dict):
-        return value
-    name = value.get("table")
-    if set(value) != {"table"} or not isinstance(name, str) or not name.strip():
-        raise ValueError("must be a path, or {table: NAME} for a table of Spark's catalog")
-    return TABLE + name.strip()
-
-
-_TABLE_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "properties": {"table": {"type": "string"}},
-            "required": ["table"],
-            "additionalProperties": False,
-        },
-    ]
-}
-Input = Annotated[str, BeforeValidator(_table_name), WithJsonSchema(_TABLE_SCHEMA)]
-
-
-class InputSettings(_Section):
-    """Where the tables are: a Parquet file, a folder of them, or a glob; with Spark also
-    `{table: db.users}`, a table of its catalog."""
-
-    users: Input = Field(description="user_id and what the template names")
-    catalog: Input | None = Field(
-        None,
-        description="item_id, sid; optional popularity, title, text; only embed can do without",
-    )
-    candidates: Input | None = Field(
-        None, description="Items to score, for task.score and task.label"
-    )
-    exclusions: Input | None = Field(None, description="user_id, item_id: never recommended")
-    self_contained: bool = Field(
-        False,
-        description="The users table's files are the shards, with item_ids (candidates) and "
-        "excluded_item_ids in columns; nothing is joined",
-    )
-
-    @property
-    def paths(self) -> dict[str, str | None]:
-        """Where each table is."""
-        return {name: getattr(self, name) for name in TABLES}
-
-    @property
-    def tables(self) -> dict[str, str]:
-        """Inputs that are tables of Spark's catalog, by their names there."""
-        named = {name: at for name, at in self.paths.items() if at and at.startswith(TABLE)}
-        return {name: value.removeprefix(TABLE) for name, value in named.items()}
-
-
-class ScoreSettings(_Section):
-    """Score the candidate sets of the candidates table."""
-
-    length_norm: LengthNorm = Field(
-        "sum",
-        description="Log-probabilities of an item's tokens: sum, or mean (items named by text)",
-    )
-
-
-class LabelSettings(_Section):
-    """Ask the model about each candidate: the probability of labels behind the item's tokens."""
-
-    labels: tuple[StrictStr | StrictInt, ...] = Field(
-        min_length=1, description="One token each, as text or id; the first one's score ranks"
-    )
-    labels_column: str | None = Field(
-        None, description="Users column with this user's own labels; null there means labels"
-    )
-    softmax: bool = Field(
-        True, description="Softmax over the labels; false: log p over the whole vocabulary"
-    )
-    suffix: str = Field("", description="Text between the item and the label")
-
-    @field_validator("labels", mode="before")
-    @classmethod
-    def _no_booleans(cls, labels: Any) -> Any:
-        if isinstance(labels, list | tuple) and any(isinstance(one, bool) for one in labels):
-            raise ValueError("YAML reads yes, no, true and false as booleans; put them in quotes")
-        return labels
-
-    @model_validator(mode="after")
-    def _labels(self) -> LabelSettings:
-        if len(set(self.labels)) < len(self.labels):
-            raise ValueError("a label stands twice")
-        if self.softmax and len(self.labels) == 1:
-            raise ValueError(
-                "a softmax over one label is 1 for every item; add the other labels, or set "
-                "softmax: false"
-            )
-        return self
-
-
-class EmbedSettings(_Section):
-    """Write the model's hidden state of each user's prompt: an embedding, no recommendations."""
-
-    pooling: Pooling = Field("last", description="last: the prompt's last token; mean: all of them")
-    normalize: bool = Field(False, description="Scale each embedding to length 1")
-
-
-class GenerateSettings(_Section):
-    """Beam search over the catalog."""
-
-    width: Positive | tuple[Positive, ...] = Field(
-        64, description="Beams kept per level: one number, or one per level"
-    )
-    exact: bool = Field(False, description="Widen users whose top-k is not certified")
-    max_width: Positive = Field(4096, description="Widest beam that exact may use")
-    mode: Literal["constrained", "native", "auto"] = Field(
-        "constrained", description="native: the engine's own open-vocabulary beams, then filtered"
-    )
-    rescore: bool = Field(False, description="Score again what native beams found")
-    compare_users: Annotated[int, Field(ge=0, strict=True)] = Field(
-        0, description="Users of each pass that native beams are compared for"
-    )
-
-    @model_validator(mode="after")
-    def _mode(self) -> GenerateSettings:
-        if self.mode == "constrained" and (self.rescore or self.compare_users):
-            raise ValueError("rescore and compare_users are for mode: native or auto")
-        if self.mode == "native" and self.exact:
-            raise ValueError("mode: native has no certificate; exact: true needs constrained")
-        if self.mode == "native" and not isinstance(self.width, int):
-            raise ValueError("mode: native has one width for all levels")
-        return self
-
-    def widths(self, num_levels: int) -> tuple[int, ...]:
-        """Width of each level that is forwarded: all but the last, and that too before an end
-        token."""
-        if isinstance(self.width, int):
-            return (self.width,) * num_levels
-        if not num_levels - 1 <= len(self.width) <= num_levels:
-            raise ConfigError(
-                f"task.generate.width is too {'short' if len(self.width) < num_levels else 'long'}",
-                expected=f"one number, or {num_levels - 1} (levels of the SID space - 1)",
-                got=quoted(list(self.width)),
-                field="task.generate.width",
-            )
-        return (*self.width, self.width[-1])
-
-
-class QuotaSettings(_Section):
-    """Diversity: at most so many items of a list share the first `level` codes."""
-
-    level: Literal[1, 2] = Field(1, description="Codes that make items alike")
-    max_items: Positive = Field(description="Most items of one list that share them")
-
-
-class TaskSettings(_Section):
-    """What to compute for each user: `score`, `generate` or both; or `label`; or `embed`."""
-
-    k: Annotated[Positive, Field(le=100_000)] = Field(20, description="Recommendations per user")
-    k_column: str | None = Field(
-        None, description="Users column with this user's k, 1 to task.k; null there means task.k"
-    )
-    score_norm: ScoreNorm = Field("full_vocab", description="What p is a softmax over")
-    collisions: CollisionPolicy = Field("all", description="Items kept of those that share one SID")
-    quota: QuotaSettings | None = Field(None, description="Most items alike in one list")
-    eligibility: str | None = Field(
-        None, description="Items a user may get, by catalog attributes; see schemas/eligibility.py"
-    )
-    score: ScoreSettings | None = Field(None, description="{}: score the candidates")
-    generate: GenerateSettings | None = Field(None, description="{…}: search the catalog")
-    label: LabelSettings | None = Field(None, description="{…}: label the candidates")
-    embed: EmbedSettings | None = Field(None, description="{…}: write prompt embeddings")
-
-    @property
-    def uses_candidates(self) -> bool:
-        """Whether the candidates table is read."""
-        return self.score is not None or self.label is not None
-
-    @property
-    def eligible(self) -> Expression | None:
-        """The eligibility expression."""
-        return None if self.eligibility is None else parse_eligibility(self.eligibility)
-
-    @model_validator(mode="after")
-    def _some_task(self) -> TaskSettings:
-        asked = [
-            self.score is not None or self.generate is not None,
-            self.label is not None,
-            self.embed is not None,
-        ]
-        if sum(asked) != 1:
-            raise ValueError(
-                "task needs 'score: {}', 'generate: {}' or both; or 'label: {…}'; or 'embed: {…}'"
-            )
-        if self.label is not None and self.score_norm != "full_vocab":
-            raise ValueError("task.score_norm has no meaning for label; leave it out")
-        return self
-
-
-class OutputSettings(_Section):
-    """Where recommendations are published."""
-
-    path: str = Field(description="Root of the table; partitions ds=…/surface=… below it")
-    format: Literal["parquet", "iceberg", "delta"] = Field("parquet", description="Table format")
-    layout: Literal["long", "wide"] = Field(
-        "long", description="long: a row per recommendation; wide: a row per user"
-    )
-    table: str | None = Field(
-        None, description="Iceberg: namespace.table; default nightshelf.recommendations"
-    )
-    quarantine: str | None = Field(
-        None, description="Root of a table for the quarantine; Iceberg: its namespace.table"
-    )
-    catalog: dict[str, str | bool | int | float] = Field(
-        {}, description="Iceberg: pyiceberg catalog properties, without credentials"
-    )
-
-    @property
-    def table_name(self) -> str:
-        """Namespace and table of an Iceberg table."""
-        return self.table or "nightshelf.recommendations"
-
-    @model_validator(mode="after")
-    def _check_iceberg(self) -> OutputSettings:
-        for name, is_set in (("table", self.table is not None), ("catalog", bool(self.catalog))):
-            if is_set and self.format != "iceberg":
-                raise ConfigError(
-                    f"output.{name} is for Iceberg",
-                    expected="output.format: iceberg",
-                    got=self.format,
-                    field=f"output.{name}",
-                )
-        if len(parts := self.table_name.split(".")) < 2 or not all(parts):
-            raise ConfigError(
-                "output.table names no table",
-                expected="namespace.table",
-                got=quoted(self.table),
-                field="output.table",
-            )
-        return self
-
-    @field_validator("catalog", mode="before")
-    @classmethod
-    def _check_secrets(cls, catalog: Any) -> Any:
-        for key, value in catalog.items() if isinstance(catalog, dict) else ():
-            if not isinstance(value, str | bool | int | float):
-                raise ConfigError(
-                    f"output.catalog.{key} is not one value",
-                    expected="a string, number or boolean",
-                    got=type(value).__name__,
-                    field="output.catalog",
-                )
-            named_so = _SECRET_KEY.search(str(key)) and not isinstance(value, bool)
-            if named_so or _SECRET_VALUE.search(str(value)):
-                raise ConfigError(
-                    f"output.catalog.{key} looks like a credential",
-                    expected="no secrets: the configuration is kept with every run",
-                    do="Set it in the environment (PYICEBERG_CATALOG__NAME__KEY) or in "
-                    ".pyiceberg.yaml, and give the catalog's name here: catalog: {name: NAME}.",
-                    field="output.catalog",
-                )
-        return catalog
-
-
-class RunSettings(_Section):
-    """How a run is cut up and launched."""
-
-    work_dir: str = Field("runs", description="Folder of run folders; all workers must see it")
-    launcher: Literal["local", "spark"] = Field(
-        "local", description="Who runs the shards: processes of this machine, or Spark executors"
-    )
-    shard_users: Positive = Field(5000, description="Users per shard, about")
-    workers: Annotated[int, Field(ge=0, strict=True)] | Literal["auto"] = Field(
-        "auto",
-        description="Worker processes of the local launcher; auto: one per GPU, else one; 0: in "
-        "this process",
-    )
-    max_attempts: Positive = Field(3, description="Tries of a shard whose worker dies")
-    shard_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        3600.0, description="A worker that reports nothing for this long is ended"
-    )
-    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
-        1800.0, description="A worker whose engine takes longer to start is ended"
-    )
-    metrics_dir: str | None = Field(
-        None, description="Folder for a Prometheus textfile per surface, besides the run folder's"
-    )
-    price_per_hour: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="Price of one device for an hour; for the cost in the summary"
-    )
-
-
-class SparkSettings(_Section):
-    """How a run uses Spark, beside Spark's own configuration. See docs/spark.md."""
-
-    prepare: Literal["driver", "executors"] = Field(
-        "driver", description="Who writes the shards: the driver alone, or a Spark job"
-    )
-    resource: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$")] = Field(
-        "gpu", description="Name of the resource that holds GPU addresses"
-    )
-    profile: Literal["none", "task", "executor"] = Field(
-        "none",
-        description="ResourceProfile of the scoring stage. task: its tasks ask for the GPUs; "
-        "executor: executors of their own, with dynamic allocation",
-    )
-    discovery_script: str | None = Field(
-        None, description="GPU discovery script of executors that profile: executor asks for"
-    )
-    register_table: str | None = Field(
-        None, description="Table of Spark's catalog that a publish adds its partition to"
-    )
-
-    @model_validator(mode="after")
-    def _script(self) -> SparkSettings:
-        if self.discovery_script is not None and self.profile != "executor":
-            raise ValueError(
-                "spark.discovery_script is for spark.profile: executor; elsewhere it is set by "
-                "spark.executor.resource.gpu.discoveryScript"
-            )
-        return self
-
-
-class AuditSettings(_Section):
-    """Gates between scoring and publishing. Conservation, duplicates, catalog validity, excluded
-    items and scores are always checked and always refuse; the others have limits, and those that
-    `warn` names do not refuse."""
-
-    min_coverage: Share = Field(0.0, description="Least share of users that got a result")
-    max_quarantine_rate: Share = Field(0.5, description="Largest share of users quarantined")
-    min_rows: Positive | None = Field(None, description="Fewest items of any list")
-    min_rows_p5: Positive | None = Field(
-        None, description="Fewest items of the list at the 5th percentile"
-    )
-    min_exact_share: Share | None = Field(None, description="Least share of lists proven exact")
-    min_legal_mass: Share | None = Field(
-        None, description="Least mean probability of the first token staying in the catalog"
-    )
-    max_score_drift: Annotated[float, Field(ge=0)] | None = Field(
-        None,
-        description="Largest PSI of the scores against the run published before; 0.25 is large",
-    )
-    min_overlap: Share | None = Field(
-        None, description="Least mean share of items that lists have in common with those before"
-    )
-    max_row_change: Annotated[float, Field(ge=0)] | None = Field(
-        None, description="Largest change of the number of rows: 0.1 is a tenth more or less"
-    )
-    warn: tuple[LimitedGate, ...] = Field((), description="Gates that only warn")
-
-
-class ReportSettings(_Section):
-    """The page that every run leaves in its folder."""
-
-    examples: Annotated[int, Field(ge=0, le=2000, strict=True)] = Field(
-        200, description="Users on the page, the same ones every night; 0: none, and no ids"
-    )
-    title_column: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="Catalog column that names items to people; default: title, else text"
-    )
 
 
 def _fits_a_name(surface: str) -> str:
@@ -547,7 +103,7 @@ def _known_ds(value: str | None) -> str | None:
     return value
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """The whole file."""
 
     surface: Annotated[str, Field(min_length=1), AfterValidator(_fits_a_name)] = Field(

@@ -1,0 +1,60 @@
+"""The `engine` section: what runs the model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+)
+
+from schemas.section import Positive, Section
+
+
+class TrtllmSettings(Section):
+    """How TensorRT-LLM's engines are built; only `engine.backend: trtllm` reads it."""
+
+    max_num_tokens: Positive | Literal["auto"] = Field(
+        "auto", description="Tokens of one encode call; auto: what the GPU holds"
+    )
+    max_batch_size: Positive = Field(256, description="Prompts of one encode call")
+    multi_item: Literal["auto", "off"] = Field(
+        "auto", description="Many items behind one prompt; off: one prompt per item"
+    )
+    plugin: Literal["auto", "off"] = Field(
+        "auto", description="Our Qwen3 model inside TensorRT-LLM: soft tokens, head on demand"
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "nvfp4"] = Field(
+        "auto", description="Precision of the KV cache of task.generate.mode native"
+    )
+    placeholder_id: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+        None, description="Token that stands for a soft token; unset: the last id without a text"
+    )
+
+
+class EngineSettings(Section):
+    """What runs the model, and how much it may take at once."""
+
+    backend: str = Field("torch", description="fake | torch | trtllm; see engine/registry.py")
+    model: str | None = Field(
+        None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
+    )
+    projector: str | None = Field(
+        None, description="Folder with projector.json and projector.safetensors for {user_vector}"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Model precision")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: CUDA when there is one"
+    )
+    max_batch_tokens: Positive | Literal["auto"] = Field(
+        "auto",
+        description="Rows (prompt tokens, tree nodes, beams) packed together; auto: what the GPU "
+        "holds, 8192 on a CPU",
+    )
+    max_batch_users: Positive = Field(256, description="Users in one packed pass")
+    tensor_parallel: Positive = Field(1, description="GPUs of one worker and its engine; trtllm")
+    seed: int = Field(0, description="Seed of the fake backend")
+    trtllm: TrtllmSettings = Field(
+        TrtllmSettings(),  # type: ignore[call-arg]
+        description="How TensorRT-LLM's engines are built",
+    )

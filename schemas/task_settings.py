@@ -1,0 +1,163 @@
+"""The `task` section: what is computed for each user."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
+
+from schemas.eligibility import Expression, parse_eligibility
+from schemas.errors import ConfigError, quoted
+from schemas.section import Positive, Section
+
+ScoreNorm = Literal["full_vocab", "sid_range", "level", "trie"]
+CollisionPolicy = Literal["all", "most_popular", "first"]
+LengthNorm = Literal["sum", "mean"]
+Pooling = Literal["last", "mean"]
+
+
+class ScoreSettings(Section):
+    """Score the candidate sets of the candidates table."""
+
+    length_norm: LengthNorm = Field(
+        "sum",
+        description="Log-probabilities of an item's tokens: sum, or mean (items named by text)",
+    )
+
+
+class LabelSettings(Section):
+    """Ask the model about each candidate: the probability of labels behind the item's tokens."""
+
+    labels: tuple[StrictStr | StrictInt, ...] = Field(
+        min_length=1, description="One token each, as text or id; the first one's score ranks"
+    )
+    labels_column: str | None = Field(
+        None, description="Users column with this user's own labels; null there means labels"
+    )
+    softmax: bool = Field(
+        True, description="Softmax over the labels; false: log p over the whole vocabulary"
+    )
+    suffix: str = Field("", description="Text between the item and the label")
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _no_booleans(cls, labels: Any) -> Any:
+        if isinstance(labels, list | tuple) and any(isinstance(one, bool) for one in labels):
+            raise ValueError("YAML reads yes, no, true and false as booleans; put them in quotes")
+        return labels
+
+    @model_validator(mode="after")
+    def _labels(self) -> LabelSettings:
+        if len(set(self.labels)) < len(self.labels):
+            raise ValueError("a label stands twice")
+        if self.softmax and len(self.labels) == 1:
+            raise ValueError(
+                "a softmax over one label is 1 for every item; add the other labels, or set "
+                "softmax: false"
+            )
+        return self
+
+
+class EmbedSettings(Section):
+    """Write the model's hidden state of each user's prompt: an embedding, no recommendations."""
+
+    pooling: Pooling = Field("last", description="last: the prompt's last token; mean: all of them")
+    normalize: bool = Field(False, description="Scale each embedding to length 1")
+
+
+class GenerateSettings(Section):
+    """Beam search over the catalog."""
+
+    width: Positive | tuple[Positive, ...] = Field(
+        64, description="Beams kept per level: one number, or one per level"
+    )
+    exact: bool = Field(False, description="Widen users whose top-k is not certified")
+    max_width: Positive = Field(4096, description="Widest beam that exact may use")
+    mode: Literal["constrained", "native", "auto"] = Field(
+        "constrained", description="native: the engine's own open-vocabulary beams, then filtered"
+    )
+    rescore: bool = Field(False, description="Score again what native beams found")
+    compare_users: Annotated[int, Field(ge=0, strict=True)] = Field(
+        0, description="Users of each pass that native beams are compared for"
+    )
+
+    @model_validator(mode="after")
+    def _mode(self) -> GenerateSettings:
+        if self.mode == "constrained" and (self.rescore or self.compare_users):
+            raise ValueError("rescore and compare_users are for mode: native or auto")
+        if self.mode == "native" and self.exact:
+            raise ValueError("mode: native has no certificate; exact: true needs constrained")
+        if self.mode == "native" and not isinstance(self.width, int):
+            raise ValueError("mode: native has one width for all levels")
+        return self
+
+    def widths(self, num_levels: int) -> tuple[int, ...]:
+        """Width of each level that is forwarded: all but the last, and that too before an end
+        token."""
+        if isinstance(self.width, int):
+            return (self.width,) * num_levels
+        if not num_levels - 1 <= len(self.width) <= num_levels:
+            raise ConfigError(
+                f"task.generate.width is too {'short' if len(self.width) < num_levels else 'long'}",
+                expected=f"one number, or {num_levels - 1} (levels of the SID space - 1)",
+                got=quoted(list(self.width)),
+                field="task.generate.width",
+            )
+        return (*self.width, self.width[-1])
+
+
+class QuotaSettings(Section):
+    """Diversity: at most so many items of a list share the first `level` codes."""
+
+    level: Literal[1, 2] = Field(1, description="Codes that make items alike")
+    max_items: Positive = Field(description="Most items of one list that share them")
+
+
+class TaskSettings(Section):
+    """What to compute for each user: `score`, `generate` or both; or `label`; or `embed`."""
+
+    k: Annotated[Positive, Field(le=100_000)] = Field(20, description="Recommendations per user")
+    k_column: str | None = Field(
+        None, description="Users column with this user's k, 1 to task.k; null there means task.k"
+    )
+    score_norm: ScoreNorm = Field("full_vocab", description="What p is a softmax over")
+    collisions: CollisionPolicy = Field("all", description="Items kept of those that share one SID")
+    quota: QuotaSettings | None = Field(None, description="Most items alike in one list")
+    eligibility: str | None = Field(
+        None, description="Items a user may get, by catalog attributes; see schemas/eligibility.py"
+    )
+    score: ScoreSettings | None = Field(None, description="{}: score the candidates")
+    generate: GenerateSettings | None = Field(None, description="{…}: search the catalog")
+    label: LabelSettings | None = Field(None, description="{…}: label the candidates")
+    embed: EmbedSettings | None = Field(None, description="{…}: write prompt embeddings")
+
+    @property
+    def uses_candidates(self) -> bool:
+        """Whether the candidates table is read."""
+        return self.score is not None or self.label is not None
+
+    @property
+    def eligible(self) -> Expression | None:
+        """The eligibility expression."""
+        return None if self.eligibility is None else parse_eligibility(self.eligibility)
+
+    @model_validator(mode="after")
+    def _some_task(self) -> TaskSettings:
+        asked = [
+            self.score is not None or self.generate is not None,
+            self.label is not None,
+            self.embed is not None,
+        ]
+        if sum(asked) != 1:
+            raise ValueError(
+                "task needs 'score: {}', 'generate: {}' or both; or 'label: {…}'; or 'embed: {…}'"
+            )
+        if self.label is not None and self.score_norm != "full_vocab":
+            raise ValueError("task.score_norm has no meaning for label; leave it out")
+        return self

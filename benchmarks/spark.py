@@ -4,8 +4,10 @@ Both launchers run the same prepared shards with as many workers, taking turns. 
 shard* is the time from one receipt to the next once the first fifth of them is there; the rest of
 the stage, workers and engines that start, is paid once. With the fake backend a shard takes almost
 no time, so that its cost is the launcher's; with torch the ratio of the two costs says what Spark
-adds to real work. Spark's session is started once and apart, as a run starts it once. stdout: a
-table, then one JSON document as the last line.
+adds to real work. *Between* is the time of a worker between two shards, from that cost and the
+seconds in the receipts: the launcher's alone, and steadier on a machine that others use. Spark's
+session is started once and apart, as a run starts it once. stdout: a table, then one JSON document
+as the last line.
 
     python -m benchmarks.spark
     python -m benchmarks.spark --workers 2 --repeats 5 --json spark.json
@@ -49,6 +51,8 @@ class Cost:
     start_s: float  # of it what does not grow with the shards
     shard_s: float  # what one shard more takes
     shards_per_s: float
+    inside_s: float  # of a worker, in one shard
+    between_s: float  # of a worker, between two
 
 
 class _Quiet:
@@ -79,8 +83,8 @@ def _prepared(
     return plan, prepare_run(plan)
 
 
-def _timed(launcher: Launcher, plan: RunPlan, shards: list[Shard]) -> tuple[float, float]:
-    """Seconds of one stage from nothing, and from one receipt to the next."""
+def _timed(launcher: Launcher, plan: RunPlan, shards: list[Shard]) -> tuple[float, float, float]:
+    """Seconds of a stage from nothing, from one receipt to the next, of a worker in a shard."""
     for name in ("receipts", "staged", "attempts"):
         shutil.rmtree(Path(plan.run_dir) / name, ignore_errors=True)
     started = time.perf_counter()
@@ -88,22 +92,31 @@ def _timed(launcher: Launcher, plan: RunPlan, shards: list[Shard]) -> tuple[floa
     stage = time.perf_counter() - started
     if failed:
         raise RuntimeError(f"shards failed: {failed}")
-    done = sorted(p.stat().st_mtime for p in (Path(plan.run_dir) / "receipts").glob("*.json"))
-    kept = done[len(done) // _FIRST :]
-    return stage, (kept[-1] - kept[0]) / (len(kept) - 1)
+    found = sorted(
+        (path.stat().st_mtime, float(json.loads(path.read_text())["seconds"]))
+        for path in (Path(plan.run_dir) / "receipts").glob("*.json")
+    )
+    kept = found[len(found) // _FIRST :]
+    inside = statistics.fmean(seconds for _, seconds in kept[1:])
+    return stage, (kept[-1][0] - kept[0][0]) / (len(kept) - 1), inside
 
 
 def costs(
-    launchers: dict[str, Launcher], plan: RunPlan, shards: list[Shard], users: int, repeats: int
+    launchers: dict[str, Launcher],
+    plan: RunPlan,
+    shards: list[Shard],
+    users: int,
+    repeats: int,
+    workers: int,
 ) -> list[Cost]:
     """Every launcher's cost, the launchers taking turns."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in launchers}
+    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in launchers}
     for _ in range(repeats):
         for name, launcher in launchers.items():
             times[name].append(_timed(launcher, plan, shards))
     found = []
     for name, pairs in times.items():
-        stage, shard = (statistics.median(column) for column in zip(*pairs, strict=True))
+        stage, shard, inside = (statistics.median(column) for column in zip(*pairs, strict=True))
         found.append(
             Cost(
                 backend=plan.config.engine.backend,
@@ -114,6 +127,8 @@ def costs(
                 start_s=round(stage - shard * len(shards), 3),
                 shard_s=round(shard, 5),
                 shards_per_s=round(1 / shard, 2),
+                inside_s=round(inside, 4),
+                between_s=round(shard * workers - inside, 4),
             )
         )
     return found
@@ -191,16 +206,18 @@ def main(argv: list[str] | None = None) -> None:
                 started = time.perf_counter()
                 app.session(plan.config)
                 session_s = time.perf_counter() - started
-            found += costs(launchers, plan, shards, users, asked.repeats)
+            found += costs(launchers, plan, shards, users, asked.repeats, asked.workers)
     _print(found, session_s, asked)
 
 
 def _print(found: list[Cost], session_s: float, asked: argparse.Namespace) -> None:
-    print(f"{'backend':8} {'launcher':8} {'shards':>6} {'stage s':>9} {'start s':>9} "
-          f"{'s/shard':>9} {'shards/s':>9}")  # fmt: skip
+    row = "{:8} {:8} {:>6} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}"
+    print(row.format("backend", "launcher", "shards", "stage s", "start s", "s/shard", "shards/s",
+                     "inside s", "between s"))  # fmt: skip
     for one in found:
-        print(f"{one.backend:8} {one.launcher:8} {one.shards:6} {one.stage_s:9.2f} "
-              f"{one.start_s:9.2f} {one.shard_s:9.4f} {one.shards_per_s:9.1f}")  # fmt: skip
+        print(row.format(one.backend, one.launcher, one.shards, *(f"{value:.3f}" for value in (
+            one.stage_s, one.start_s, one.shard_s, one.shards_per_s, one.inside_s, one.between_s,
+        ))))  # fmt: skip
     by = {(one.backend, one.launcher): one for one in found}
     ratios = {
         backend: {

@@ -149,7 +149,7 @@ def test_the_benchmark_times_both_launchers(spark, tmp_path, capsys):
     files.write_json(plan_path(plan.run_dir), plan.model_dump(mode="json"))
     with SparkApp() as app:
         launchers = {"local": LocalLauncher(), "spark": SparkLauncher(app)}
-        found = costs(launchers, plan, prepare_run(plan), 5, repeats=1)
+        found = costs(launchers, plan, prepare_run(plan), 5, repeats=1, workers=2)
     assert [one.launcher for one in found] == ["local", "spark"]
     for one in found:
         assert one.shards == 8

@@ -141,6 +141,13 @@ def test_tables_of_sparks_catalog_are_inputs(nightshelf, spark, catalog_tables, 
     third = nightshelf("run", config, "--launcher", "spark", "--output", "json").json
     assert third["run_id"] != first["run_id"]
     assert third["users_in"] == 41
+    copies = {p.name for p in (tmp_path / "runs/tables").iterdir()}
+    assert len(copies) == 5, "users twice, the others once"
+    left = ("--keep", "0", "--older-than-days", "0", "--output", "json")
+    removed = {r["run_id"] for r in nightshelf("gc", config, *left).json["removed"]}
+    (gone,) = copies - {p.name for p in (tmp_path / "runs/tables").iterdir()}
+    assert gone.startswith("db.users-")
+    assert removed == {first["run_id"], f"tables/{gone}"}
 
 
 def test_a_table_needs_spark_and_must_be_there(nightshelf, spark, tmp_path):

@@ -153,7 +153,14 @@ def test_everything_that_decides_a_result_is_in_the_manifest(nightshelf, tmp_pat
         "quota": None,
         "eligibility": None,
         "score": {"length_norm": "sum"},
-        "generate": {"width": [3, 5], "exact": True, "max_width": 4096},
+        "generate": {
+            "mode": "constrained",
+            "width": [3, 5],
+            "exact": True,
+            "max_width": 4096,
+            "rescore": False,
+            "compare_users": 0,
+        },
         "label": None,
         "embed": None,
     }

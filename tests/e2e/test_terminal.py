@@ -135,7 +135,7 @@ def test_ctrl_c_on_a_terminal_ends_with_130_and_a_word(tmp_path):
     config, env = slow_config(tmp_path, run__workers=1, run__shard_users=2)
     code, sent = on_a_terminal("run", config, interrupt_at="/40", **env)
     plain = CONTROL.sub("", sent)
-    assert code == 130
+    assert code == 130, plain
     assert "nightshelf: interrupted; run the same command again to continue" in plain
     assert "✗ score" in plain
     assert "Traceback" not in plain

@@ -405,7 +405,11 @@ def hash_folder(path: str) -> str:
     """xxh3-128 over the names and contents of a folder's files, as hex."""
     fs, inside = filesystem(path)
     found = sorted(fs.find(inside))
-    parts = [f"{os.path.relpath(p, inside)} {hash_file(p)}\n".encode() for p in found]
+
+    def full(found: str) -> str:
+        return str(fs.unstrip_protocol(found)) if "://" in path else found
+
+    parts = [f"{os.path.relpath(p, inside)} {hash_file(full(p))}\n".encode() for p in found]
     return hash_bytes(*parts)
 
 

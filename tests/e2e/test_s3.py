@@ -129,6 +129,7 @@ def test_the_work_folder_may_be_in_the_store(nightshelf, store, config, tmp_path
     summary = nightshelf("run", config, *remote, "--output", "json").json
     assert summary["run_dir"].startswith(f"s3://{bucket}/runs/")
     assert_frame_equal(rows_of(store), want)
+    assert fs.exists(summary["report"]), "the page reads staged files and the catalog in the store"
     again = nightshelf("run", config, *remote)
     assert "10 of 10 shards are done already" in again.err
     (seen,) = nightshelf("status", config, *remote, "--output", "json").json["runs"]

@@ -121,10 +121,10 @@ def _preference(config: RunConfig) -> str | None:
     """Why constrained beams are preferred; None: native ones are."""
     generate = config.task.generate
     assert generate is not None, "the caller looked"
-    if config.audit.min_legal_mass is not None:
-        return "audit.min_legal_mass is measured by constrained beams"
     if config.inputs.exclusions is not None or config.task.eligibility is not None:
         return "exclusions would shorten its lists"
+    if config.inputs.self_contained:
+        return "the users table may hold exclusions, which would shorten its lists"
     if config.prompt.max_tokens < _LONG_PROMPT:
         return f"prompts are below {_LONG_PROMPT} tokens"
     if max(generate.widths(len(config.space.sizes))) > _WIDE:

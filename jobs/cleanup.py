@@ -60,10 +60,18 @@ def clean_up(work_dir: str, *, keep: int, older_than_days: float, dry_run: bool)
 def _copies(
     work_dir: str, runs: list[RunStatus], older_than_days: float, dry_run: bool
 ) -> list[Removed]:
-    """Remove copies of Spark's tables that are old, and not of a run whose shards are still here:
-    what a run reads of them is in its shards."""
+    """Remove copies of Spark's tables that are old, and not of a run that may still read them: one
+    whose shards are here, or that wrote anything lately. A plan that cannot be read may name any.
+    """
     tables = files.join(work_dir, "tables")
-    used = [_plan_or_none(run) for run in runs if _bytes(files.join(run.run_dir, "shards"))]
+    if any(run.status == "unreadable" for run in runs):
+        return []
+    used = [
+        _plan_or_none(run)
+        for run in runs
+        if files.exists(files.join(run.run_dir, "shards"))
+        or _days_idle(run.run_dir) < older_than_days
+    ]
     inputs = {
         file.path.rpartition("/")[0].rpartition("/")[2]
         for plan in used

@@ -18,7 +18,7 @@ from pipelines.prepare import is_prepared, shards_of
 from pipelines.profile import publish_record, published_marker
 from pipelines.publish import publish_quarantine, publish_run
 from pipelines.run_shard import load_receipt
-from schemas.errors import AuditRefusedError, RunError, StorageError, quoted
+from schemas.errors import AuditRefusedError, NightshelfError, RunError, StorageError, quoted
 from schemas.runs import (
     AuditReport,
     Counts,
@@ -192,8 +192,7 @@ def publish_step(
     published = publish_run(plan, receipts)
     quarantine = publish_quarantine(plan, receipts)
     files.write_json(published_marker(plan.run_dir), publish_record(plan, time.time()))
-    launcher.published(plan, progress)
-    return _write_manifest(
+    manifest = _write_manifest(
         plan,
         clock,
         progress,
@@ -203,6 +202,16 @@ def publish_step(
         published=published,
         quarantine=quarantine,
     )
+    try:
+        launcher.published(plan, progress)
+    except NightshelfError as err:
+        raise RunError(
+            "the run is published, but its table in another catalog was not told",
+            got=str(err),
+            where=f"run {plan.run_id}",
+            do="Running the same command again tells it and changes nothing else.",
+        ) from err
+    return manifest
 
 
 def _all_receipts(plan: RunPlan) -> list[ShardReceipt]:

@@ -9,6 +9,7 @@ wrong, a store without conditional puts), their files do not meet, and of two pu
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -17,14 +18,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from pipelines import files
 from pipelines.publish.parquet import record_path
-from schemas.errors import RunError, StorageError
+from schemas.errors import NightshelfError, RunError, StorageError
 from schemas.runs import RunPlan
 
+log = logging.getLogger("nightshelf.lock")
 _RENEW_S = 20.0
 _STALE_S = 120.0
 
@@ -70,19 +73,24 @@ def _at_work(plan: RunPlan, path: str, do: str) -> RunError:
 
 @contextmanager
 def _leased(plan: RunPlan, path: str) -> Iterator[None]:
-    token = uuid.uuid4().hex
-    if not files.create(path, _lease(token)):
-        if _age(path) < _STALE_S:
-            wait = f"Wait for it to end, or {_STALE_S:g} s if it was killed"
-            raise _at_work(plan, path, wait)
-        files.remove_if_there(path)
-        if not files.create(path, _lease(token)):
-            raise _at_work(plan, path, "Wait for it to end")
+    lease = _Lease(path)
+    if not lease.take():
+        raise _at_work(plan, path, f"Wait for it to end, or {_STALE_S:g} s if it was killed")
     over = threading.Event()
 
     def renew() -> None:
+        renewed = time.monotonic()
         while not over.wait(_RENEW_S):
-            files.write_bytes(path, _lease(token))
+            try:
+                if not lease.renew():
+                    break
+                renewed = time.monotonic()
+            except (NightshelfError, OSError) as err:
+                log.warning("the lease of the run was not renewed: %s", err)
+            if time.monotonic() - renewed > _STALE_S:
+                break
+        if not over.is_set():
+            log.warning("the lease of the run is lost: another run of %s may start", path)
 
     keeper = threading.Thread(target=renew, daemon=True, name="nightshelf-lease")
     keeper.start()
@@ -91,7 +99,54 @@ def _leased(plan: RunPlan, path: str) -> Iterator[None]:
     finally:
         over.set()
         keeper.join()
-        files.remove_if_there(path)
+        lease.give_back()
+
+
+class _Lease:
+    """A lease is a numbered object, `<path>.00000007`; the highest number counts. A stale one is
+    not removed and made again, which two could do at once. It is outnumbered, by an object that
+    only one can create.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._folder, _, self._stem = path.rpartition("/")
+        self._token = uuid.uuid4().hex
+        self._number = 0
+
+    def take(self) -> bool:
+        """Hold the lease; False when somebody else does."""
+        latest = max(self._numbers(), default=0)
+        if latest and _age(self._path(latest)) < _STALE_S:
+            return False
+        self._number = latest + 1
+        if not files.create(self._path(self._number), _lease(self._token)):
+            return False
+        for old in self._numbers():
+            if old < self._number:
+                files.remove_if_there(self._path(old))
+        return True
+
+    def renew(self) -> bool:
+        """Say that this run is still at work; False when the lease is not its own any more."""
+        if max(self._numbers(), default=0) != self._number or not self._is_ours():
+            return False
+        files.write_bytes(self._path(self._number), _lease(self._token))
+        return True
+
+    def give_back(self) -> None:
+        """Remove the lease, if it is still this run's."""
+        if self._is_ours():
+            files.remove_if_there(self._path(self._number))
+
+    def _is_ours(self) -> bool:
+        return bool(_read(self._path(self._number)).get("token") == self._token)
+
+    def _path(self, number: int) -> str:
+        return f"{self._folder}/{self._stem}.{number:08d}"
+
+    def _numbers(self) -> list[int]:
+        found = (name.rpartition(".") for name in files.list_names(self._folder))
+        return [int(end) for stem, _, end in found if stem == self._stem and end.isdigit()]
 
 
 def _lease(token: str) -> bytes:
@@ -99,9 +154,16 @@ def _lease(token: str) -> bytes:
     return json.dumps({**owner, "renewed_at": time.time()}).encode()
 
 
+def _read(path: str) -> dict[str, Any]:
+    """A lease; empty when it is gone or damaged."""
+    try:
+        found = json.loads(files.read_bytes(path))
+    except (FileNotFoundError, StorageError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _age(path: str) -> float:
     """Seconds since a lease was renewed; endless when it is gone or damaged."""
-    try:
-        return time.time() - float(json.loads(files.read_bytes(path))["renewed_at"])
-    except (FileNotFoundError, StorageError, ValueError, KeyError, TypeError):
-        return float("inf")
+    renewed = _read(path).get("renewed_at")
+    return time.time() - renewed if isinstance(renewed, int | float) else float("inf")

@@ -13,7 +13,7 @@ import polars as pl
 from pipelines import files
 from pipelines.prepare import SHARD, shard_column, shards_of
 from pipelines.shard_columns import id_dtype, scan
-from pipelines.shard_table import read_users
+from pipelines.shard_table import check_as_planned, read_users
 from schemas.errors import ConfigError, TableError, did_you_mean
 from schemas.runs import RunPlan, ShardReceipt
 from schemas.tables import ID_TYPES, IdType, id_type
@@ -51,11 +51,12 @@ class ByShard:
 def _in_shards(frame: pl.LazyFrame, plan: RunPlan) -> pl.LazyFrame:
     if not plan.config.inputs.self_contained:
         return frame.with_columns(shard_column(plan.num_shards))
-    user = pl.col("user_id").cast(id_dtype(plan.user_id_type))
-    shards = [
-        scan(shard.path).select(user, pl.lit(shard.index, dtype=pl.Int32).alias(SHARD))
-        for shard in shards_of(plan)
-    ]
+    shards = []
+    for shard in shards_of(plan):
+        check_as_planned(plan, shard)  # the rows of a shard are those of the file as it was
+        user = pl.col("user_id").cast(id_dtype(plan.user_id_type))
+        here = pl.lit(shard.index, dtype=pl.Int32).alias(SHARD)
+        shards.append(scan(shard.path).select(user, here))
     places = pl.concat(shards).unique("user_id")
     return frame.join(places, on="user_id", how="left").with_columns(pl.col(SHARD).fill_null(0))
 

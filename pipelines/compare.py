@@ -175,6 +175,7 @@ class _Comparer:
         if wanted is None:  # those of the run with the shorter lists
             shorter = min((a.plan, b.plan), key=lambda plan: plan.config.task.k)
             wanted = depths(shorter, None)
+        self._folder = folder
         self._ks = depths(a.plan, wanted)
         depths(b.plan, wanted)
         if self._ks[-1] > _DEEPEST:  # tau looks at each pair of items
@@ -197,11 +198,19 @@ class _Comparer:
         self._shown: pl.DataFrame | None = None
 
     def _rows_of_b(self) -> pl.LazyFrame:
-        plan = self._b.plan
-        paths = [files.join(plan.run_dir, r.result.path) for r in self._b.receipts]
+        """All rows of B, from the disk or from a store, a shard at a time."""
+        plan, depth = self._b.plan, self._ks[-1]
+        if files.local_path(plan.run_dir) is None:
+            copies = []
+            for receipt in self._b.receipts:
+                copy = self._folder / f"b-{receipt.shard:05d}.parquet"
+                staged_rows(plan, receipt, depth).write_parquet(copy)
+                copies.append(str(copy))
+        else:
+            copies = [files.join(plan.run_dir, r.result.path) for r in self._b.receipts]
         columns = ["user_id", "rank", "item_id", "score"]
         return pl.concat(
-            [scan(path).select(columns).filter(pl.col("rank") <= self._ks[-1]) for path in paths]
+            [scan(path).select(columns).filter(pl.col("rank") <= depth) for path in copies]
         )
 
     def add(self, receipt: ShardReceipt) -> None:

@@ -19,8 +19,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from pipelines import files
 from pipelines.baselines import Pool, pools, popular, random, reachable
 from pipelines.by_shard import Segments, depths, shard_users, staged_rows
+from pipelines.frames import read_frame
 from pipelines.items import open_items
 from pipelines.metrics import Floats, UserTruth, metric_names, self_information, user_metrics
 from pipelines.prepare import shards_of
@@ -192,10 +194,14 @@ class _Judge:
         data = read_shard(self._plan, shard, self._catalog)
         at = pl.from_arrow(data.user_ids)
         assert isinstance(at, pl.Series), "an array is a series"
+        # Users that only the engine could refuse (a prompt too long, a score that is no number)
+        # have no outcome.
+        outcomes = files.join(self._plan.run_dir, receipt.files["outcomes"].path)
         found = (
             ids.to_frame("user_id")
             .with_row_index("u")
             .join(at.to_frame("user_id").with_row_index("row"), on="user_id")
+            .join(read_frame(outcomes, ["user_id"]), on="user_id", how="semi")
             .sort("u")
         )
         place, rows = found["u"].to_numpy(), found["row"].to_numpy().astype(np.int64)

@@ -178,7 +178,8 @@ def column_range(path: str, column: str) -> tuple[Any, Any] | None:
     fs, inside = filesystem(path)
     with fs.open(inside, "rb") as handle:
         footer = pq.ParquetFile(handle, pre_buffer=False).metadata
-    at = footer.schema.names.index(column)
+    leaves = [footer.schema.column(i).path for i in range(len(footer.schema))]
+    at = leaves.index(column)  # a struct before it may have a field of that name
     groups = (footer.row_group(i).column(at) for i in range(footer.num_row_groups))
     ranges = []
     for group in groups:

@@ -31,8 +31,10 @@ from pipelines.catalog import is_saved
 from pipelines.items import catalog_dir, read_items
 from pipelines.shard_columns import (
     ROW,
+    first_row,
     id_dtype,
     mark_duplicates,
+    numbered,
     scan,
     shape_of_candidates,
     shard_columns,
@@ -195,11 +197,11 @@ def shard_column(num_shards: int) -> pl.Expr:
 
 def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
     """Stream one table, file after file, into one folder per shard."""
-    frame = (
-        pl.concat(split_frames(plan, name, columns), how="vertical_relaxed")
-        .with_row_index(ROW)
-        .with_columns(shard_column(plan.num_shards))
-    )
+    frames = [
+        numbered(frame, first_row(file))
+        for file, frame in enumerate(split_frames(plan, name, columns))
+    ]
+    frame = pl.concat(frames, how="vertical_relaxed").with_columns(shard_column(plan.num_shards))
     target = pl.PartitionBy(str(spill / name), key=SHARD, include_key=False)
     # One row group per shard is open while the table streams: the more shards, the smaller the
     # groups, so that memory stays flat. Rows with lists are large; those of a long table are not.
@@ -236,7 +238,7 @@ def _join_shard(
         users = pl.DataFrame(
             schema={
                 "user_id": id_dtype(plan.user_id_type),
-                ROW: pl.get_index_type(),
+                ROW: pl.Int64(),
                 _FILE: pl.String(),
                 **{n: shard_dtype(n, kind, pl.List(item), item) for n, kind in columns.items()},
             }

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from pipelines.prepare import SHARD, shard_column, split_frames, tables_to_split, write_shard
-from pipelines.shard_columns import ROW
+from pipelines.shard_columns import first_row, numbered
 from schemas.runs import RunPlan, Shard
 
 _PART_BYTES = 64 << 20  # of a file, as it lies there
@@ -29,7 +29,7 @@ class Part:
     file: int  # among the table's files
     first: int  # row of the file
     rows: int
-    number: int  # of the first row, counted over all files of the table
+    number: int  # of the first row, see shard_columns.first_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +67,13 @@ class Splitter:
         return [part for name in self.columns for part in self._parts(name, part_bytes)]
 
     def _parts(self, name: str, part_bytes: int) -> Iterator[Part]:
-        number = 0
         for place, file in enumerate(self.plan.inputs[name].files):
             step = max(1, file.rows * part_bytes // max(1, file.bytes))
             for first in range(0, file.rows, step):
                 rows = min(step, file.rows - first)
-                yield Part(table=name, file=place, first=first, rows=rows, number=number + first)
-            number += file.rows
+                yield Part(
+                    table=name, file=place, first=first, rows=rows, number=first_row(place) + first
+                )
 
     def chunks(self, part: Part) -> Iterator[Chunk]:
         """The part's rows, by shard."""
@@ -84,7 +84,7 @@ class Splitter:
         rows = (
             frame.slice(part.first, part.rows)
             .cast(dict(self.schemas[part.table]))  # type: ignore[arg-type]
-            .with_row_index(ROW, offset=part.number)
+            .pipe(numbered, part.number)
             .with_columns(shard_column(self.plan.num_shards))
             .collect()
         )

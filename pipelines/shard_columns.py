@@ -24,6 +24,17 @@ from schemas.tables import (
 )
 
 ROW = "__row"  # place in the input; not in a shard
+_FILE_BITS = 40  # rows of a file; a table may have more than the 2**32 that a row index can count
+
+
+def first_row(file: int) -> int:
+    """The number of the first row of a table's n-th file. Numbers grow, with gaps between files."""
+    return file << _FILE_BITS
+
+
+def numbered(frame: pl.LazyFrame, first: int) -> pl.LazyFrame:
+    """The rows with their numbers, which begin at `first`."""
+    return frame.with_row_index(ROW).with_columns(pl.col(ROW).cast(pl.Int64) + first)
 
 
 def shape_of_candidates(plan: RunPlan) -> CandidateShape | None:

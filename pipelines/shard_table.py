@@ -37,7 +37,7 @@ def read_shard_table(plan: RunPlan, shard: Shard, only: list[str] | None = None)
     """
     if not plan.config.inputs.self_contained:
         return files.read_parquet(shard.path, only)
-    _check_as_planned(plan, shard)
+    check_as_planned(plan, shard)
     table = files.read_parquet(shard.path)
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame), "a table is a frame"
@@ -62,22 +62,27 @@ def read_users(plan: RunPlan, shard: Shard) -> pa.Array:
 
     Raises:
         StorageError: the file is missing or damaged.
+        RunError: it is not the one that was planned with.
     """
     if plan.config.inputs.self_contained:
+        check_as_planned(plan, shard)
         ids = files.read_parquet(shard.path, ["user_id"]).column("user_id")
         return ids.cast(ID_TYPES[plan.user_id_type]).combine_chunks()
     table = files.read_parquet(shard.path, ["user_id", FILE])
     return table.filter(table.column(FILE).is_valid()).column("user_id").combine_chunks()
 
 
-def _check_as_planned(plan: RunPlan, shard: Shard) -> None:
-    """No copy was made of the users table: a file that is replaced meanwhile is another input."""
+def check_as_planned(plan: RunPlan, shard: Shard) -> None:
+    """Raise `RunError` when a file of a self-contained table is not the one that was planned with:
+    no copy was made of it, so a file that is replaced is another input.
+    """
     found, _ = files.describe_file(shard.path, "users")
     if found.version != plan.inputs["users"].files[shard.index].version:
         raise RunError(
             "a file of the users table has changed since the run was planned",
             where=shard.path,
-            do="Run again: that plans another run, on the table as it is now.",
+            do="A run reads them as they are: run again, which plans another run, or put the file "
+            "back.",
         )
 
 

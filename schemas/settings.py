@@ -284,7 +284,16 @@ class RunConfig(Section):
 
     def _check_native(self, generate: GenerateSettings) -> Iterator[ConfigError]:
         """Native beams need an engine that has them, and say less than constrained ones."""
-        if generate.mode != "native":
+        if generate.mode == "constrained":
+            return
+        if self.audit.min_legal_mass is not None:
+            yield ConfigError(
+                "audit.min_legal_mass needs constrained beams",
+                expected="task.generate.mode: constrained",
+                got=generate.mode,
+                field="audit.min_legal_mass",
+            )
+        if generate.mode == "auto":
             return
         if self.engine.backend in ("fake", "torch"):
             yield ConfigError(
@@ -299,13 +308,6 @@ class RunConfig(Section):
                 expected="task.score_norm: full_vocab, or task.generate.rescore: true",
                 got=f"task.score_norm: {self.task.score_norm}",
                 field="task.generate.rescore",
-            )
-        if self.audit.min_legal_mass is not None:
-            yield ConfigError(
-                "audit.min_legal_mass needs constrained beams",
-                expected="task.generate.mode: constrained or auto",
-                got="native",
-                field="audit.min_legal_mass",
             )
 
     def _check_limits(self) -> Iterator[ConfigError]:

@@ -163,7 +163,9 @@ def timetable(surface: Surface) -> CronPartitionTimetable | PartitionedAssetTime
 def _days(surface: Surface) -> int | None:
     """Days from a daily run to its partition; None for any other schedule."""
     schedule = surface.schedule or {}
-    daily = schedule.get("cron", "").split()[2:] == ["*", "*", "*"]
+    fields_of = schedule.get("cron", "").split()
+    once = all(word.isdigit() for word in fields_of[:2])
+    daily = once and fields_of[2:] == ["*", "*", "*"]
     return schedule.get("run_offset", -1) if daily or schedule.get("cron") == "@daily" else None
 
 

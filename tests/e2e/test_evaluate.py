@@ -432,3 +432,25 @@ def test_a_column_of_too_many_values_is_refused(nightshelf, tmp_path, ran, monke
     monkeypatch.setattr("pipelines.evaluate._MOST_SEGMENTS", 39)
     err = evaluate(nightshelf, ran, tmp_path, "--by", "user_id", check=2).err
     assert "--by user_id has too many values: expected at most 39 with 60 items" in err
+
+
+def test_a_user_that_only_the_engine_refused_has_no_list_in_the_baselines_either(
+    nightshelf, tmp_path
+):
+    """A prompt that does not fit is found when it is built, after the shard was read."""
+    tables = write_inputs(tmp_path)
+    bios = ["short"] * 39 + ["far too long " * 60]
+    pq.write_table(tables["users"].append_column("bio", pa.array(bios)), tmp_path / "users.parquet")
+    config = write_config(
+        tmp_path,
+        prompt={"template": "{text:bio} {history}", "max_tokens": 60},
+        audit={"max_quarantine_rate": 1.0},
+    )
+    assert nightshelf("run", config, "--output", "json").json["users_quarantined"] == 1
+    items = tables["catalog"]["item_id"].to_pylist()
+    truth = pa.table({"user_id": ["u039", "u000"], "item_ids": [items, items]})
+    pq.write_table(truth, tmp_path / "truth.parquet")
+    found = evaluate(nightshelf, config, tmp_path, "--k", "1").json
+    assert found["users"]["with_list"] == 1
+    for method in ("run", "popularity", "random"):
+        assert values(found["methods"][method])["hit_rate@1"] == 0.5, method

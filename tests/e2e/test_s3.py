@@ -136,7 +136,7 @@ def test_the_work_folder_may_be_in_the_store(nightshelf, store, config, tmp_path
     assert (seen["status"], seen["run_dir"]) == ("published", summary["run_dir"])
     assert "Title i" in nightshelf("show", config, *remote, "--user", "u003").out
     assert fs.exists(f"{summary['run_dir']}/metrics.prom")
-    assert not fs.glob(f"{bucket}/runs/published/*.lock"), "the lease ends with the run"
+    assert not fs.glob(f"{bucket}/runs/published/*.lock*"), "the lease ends with the run"
     left = ("--keep", "0", "--older-than-days", "0", "--output", "json")
     assert nightshelf("gc", config, *remote, *left).json["removed"] == []  # it is published
     fs.rm(f"{summary['run_dir']}/published.json")
@@ -156,7 +156,7 @@ def test_a_lease_keeps_a_second_run_away_until_it_is_stale(nightshelf, store, co
 
     _, bucket = store
     remote = f"run.work_dir=s3://{bucket}/runs"
-    path = lock_path(plan_run(load_config(str(config), overrides=[remote])))
+    path = f"{lock_path(plan_run(load_config(str(config), overrides=[remote])))}.00000004"
     for age, code in ((5, 4), (500, 0)):
         lease = {"host": "elsewhere", "pid": 1, "token": "x", "renewed_at": time.time() - age}
         files.write_bytes(path, json.dumps(lease).encode())
@@ -165,3 +165,36 @@ def test_a_lease_keeps_a_second_run_away_until_it_is_stale(nightshelf, store, co
     files.write_bytes(path, b"half a le")
     nightshelf("run", config, "--set", remote)
     assert not files.exists(path)
+
+
+def test_of_two_that_find_a_lease_stale_one_gets_it(store):
+    """Each number is created once; and nobody renews or removes what is another's."""
+    import json
+
+    from jobs.run_lock import _Lease
+    from pipelines import files
+
+    fs, bucket = store
+    path = f"s3://{bucket}/runs/published/x.lock"
+    stale = {"token": "gone", "renewed_at": time.time() - 500}
+    files.write_bytes(f"{path}.00000003", json.dumps(stale).encode())
+    first, second = _Lease(path), _Lease(path)
+    seen = first._numbers()
+    assert seen == second._numbers() == [3]
+    assert first.take()
+    second._number = 4
+    assert not files.create(second._path(4), b"x"), "what it would have done had it looked before"
+    assert not second.take()
+    assert first.renew()
+    assert not second.renew()
+    second.give_back()
+    assert fs.glob(f"{bucket}/runs/published/x.lock.*") == [
+        f"{bucket}/runs/published/x.lock.00000004"
+    ]
+    files.write_bytes(f"{path}.00000004", json.dumps(stale).encode())  # it slept for too long
+    assert second.take()
+    assert not first.renew()
+    first.give_back()
+    assert second.renew()
+    second.give_back()
+    assert not fs.glob(f"{bucket}/runs/published/x.lock.*")

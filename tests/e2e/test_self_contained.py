@@ -109,6 +109,21 @@ def test_a_user_in_two_files_is_refused(nightshelf, tmp_path, shuffle):
     assert not (tmp_path / "out").exists() or not (tmp_path / PARTITION).exists()
 
 
+def test_a_struct_with_a_field_of_the_same_name_hides_nobody(nightshelf, tmp_path):
+    """Leaves of a Parquet file may share a name; statistics of another one prove nothing."""
+    tables = write_inputs(tmp_path)
+    write_whole(tmp_path, tables, files=4, shuffle=True)
+    for i in range(4):
+        path = tmp_path / "whole" / f"part-{i}.parquet"
+        rows = pq.read_table(path)
+        other = pa.array([{"user_id": f"{i}-{n}"} for n in range(len(rows))])
+        pq.write_table(rows.add_column(0, "meta", other), path)
+    nightshelf("plan", write_config(tmp_path, **NO_JOIN))
+    pq.write_table(rows.slice(2, 1), tmp_path / "whole" / "part-9.parquet")
+    done = nightshelf("run", write_config(tmp_path, **NO_JOIN), check=3)
+    assert "stands in two files" in done.err
+
+
 def test_what_does_not_fit_self_contained_is_refused(nightshelf, tmp_path):
     tables = write_inputs(tmp_path)
     write_whole(tmp_path, tables, files=2, shuffle=False)
@@ -186,3 +201,7 @@ def test_such_a_run_is_judged_as_any_other(nightshelf, tmp_path):
     for pair in ((usual, own), (own, usual), (own, own)):
         same = nightshelf("compare", *(run["run_dir"] for run in pair), *as_json).json
         assert same["users"]["same_list"] == same["users"]["both"] == own["users_recommended"]
+    path = tmp_path / "whole" / "part-1.parquet"  # the next night's users, at the same place
+    pq.write_table(pq.read_table(path).slice(1), path)
+    done = nightshelf("compare", own["run_dir"], usual["run_dir"], check=4)
+    assert "has changed since the run was planned" in done.err

@@ -16,6 +16,7 @@ from pipelines.plan import plan_run
 from pipelines.prepare import prepare_run, shard_of
 from pipelines.rank import rank_batch
 from pipelines.run_shard import load_receipt
+from pipelines.shard_columns import ROW, first_row, numbered
 from schemas.config_file import load_config
 from schemas.errors import CatalogError, StorageError, TableError
 from schemas.requests import BatchResult, ItemScores, Ragged, SidBeams
@@ -366,3 +367,10 @@ def test_a_lost_user_or_shard_breaks_conservation(finished):
     counts = receipts[0].counts.model_copy(update={"users_in": 3, "users_recommended": 3})
     changed = receipts[0].model_copy(update={"counts": counts})
     assert "conservation" in refused(plan, [changed, *receipts[1:]])
+
+
+def test_rows_are_numbered_beyond_what_a_row_index_counts():
+    rows = numbered(pl.LazyFrame({"a": [7, 8]}), first_row(5)).collect()
+    assert rows[ROW].to_list() == [5 * 2**40, 5 * 2**40 + 1]
+    assert first_row(0) == 0
+    assert first_row(1) > 2**32

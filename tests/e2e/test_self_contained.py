@@ -205,3 +205,21 @@ def test_such_a_run_is_judged_as_any_other(nightshelf, tmp_path):
     pq.write_table(pq.read_table(path).slice(1), path)
     done = nightshelf("compare", own["run_dir"], usual["run_dir"], check=4)
     assert "has changed since the run was planned" in done.err
+
+
+def test_gc_keeps_a_copied_table_that_is_the_shards_of_a_run(nightshelf, tmp_path):
+    """Tables of Spark's catalog are copied below the work folder; here by hand."""
+    tables = write_inputs(tmp_path)
+    write_whole(tmp_path, tables, files=5, shuffle=False)
+    copy = tmp_path / "runs" / "tables" / "users-abc"
+    copy.parent.mkdir(parents=True)
+    (tmp_path / "whole").rename(copy)
+    config = write_config(tmp_path, **{**NO_JOIN, "inputs__users": "runs/tables/users-abc"})
+    nightshelf("run", config)
+    gc = ("gc", config, "--keep", "0", "--older-than-days", "0", "--output", "json")
+    assert nightshelf(*gc).json["removed"] == [], "it is published"
+    assert len(list(copy.iterdir())) == 5
+    nightshelf("run", config, "--set", "engine.seed=3")
+    gone = {one["run_id"] for one in nightshelf(*gc).json["removed"]}
+    assert len(gone) == 1
+    assert not any(name.startswith("tables/") for name in gone), "the present run reads it"

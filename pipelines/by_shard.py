@@ -6,11 +6,13 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
 
 from pipelines import files
+from pipelines.frames import reading
 from pipelines.prepare import SHARD, shard_column, shards_of
 from pipelines.shard_columns import id_dtype, scan
 from pipelines.shard_table import check_as_planned, read_users
@@ -27,18 +29,26 @@ class ByShard:
     A user that the run does not have is in some shard of it.
     """
 
-    def __init__(self, frame: pl.LazyFrame, plan: RunPlan, folder: Path) -> None:
+    def __init__(
+        self, frame: pl.LazyFrame, plan: RunPlan, folder: Path, table: str, paths: Sequence[str]
+    ) -> None:
+        """Cut `frame`, which is read from `paths` and called `table`.
+
+        Raises:
+            TableError: rows of a file cannot be read.
+        """
         self._folder, self._schema = folder, frame.collect_schema()
         folder.mkdir(parents=True)
         numbered = _in_shards(frame.with_row_index(_ROW), plan)
         target = pl.PartitionBy(str(folder), key=SHARD, include_key=False)
-        numbered.sink_parquet(
-            target,
-            mkdir=True,
-            compression="lz4",
-            engine="streaming",
-            row_group_size=max(64, 1_600_000 // plan.num_shards),
-        )
+        with reading(table, paths):
+            numbered.sink_parquet(
+                target,
+                mkdir=True,
+                compression="lz4",
+                engine="streaming",
+                row_group_size=max(64, 1_600_000 // plan.num_shards),
+            )
 
     def shard(self, index: int) -> pl.DataFrame:
         """The rows of one shard, in the order they came in."""
@@ -110,7 +120,7 @@ class Segments:
             # One name each, so that a column may be user_id itself.
             frames.append(scan(one).select(user, pl.col(column).cast(pl.String).alias("__segment")))
         frame = pl.concat(frames).drop_nulls("user_id")
-        self._parts = ByShard(frame, shards_of_run or plan, folder)
+        self._parts = ByShard(frame, shards_of_run or plan, folder, "users", paths)
 
     def of(self, index: int, users: pl.Series) -> pl.Series:
         """The segment of each of these users of a shard; null where it is not known."""

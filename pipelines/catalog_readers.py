@@ -120,7 +120,11 @@ def read_file(path: str, space: SidSpace, bind: Bind | None = None) -> pa.Table:
     """
     try:
         return _READERS[_suffix(path)](path, space, bind)
-    except OSError as err:
+    except (OSError, StorageError) as err:
+        if files.is_damage(err):
+            raise files.unreadable("catalog", path, err.__cause__ or err) from err
+        if isinstance(err, StorageError):
+            raise
         raise StorageError("a file cannot be read", got=_line(err), where=path) from err
     except (ValueError, pa.ArrowException) as err:  # ArrowInvalid, JSON and Unicode errors
         raise TableError(

@@ -183,7 +183,8 @@ class _Comparer:
         self._of_b = {receipt.shard: receipt for receipt in b.receipts}
         self._cut: ByShard | None = None
         if not _cut_alike(a.plan, b.plan):
-            self._cut = ByShard(self._rows_of_b(), a.plan, folder / "b")
+            paths = [files.join(b.plan.run_dir, r.result.path) for r in b.receipts]
+            self._cut = ByShard(self._rows_of_b(), a.plan, folder / "b", "staged rows", paths)
         self._segments: list[Segments] = []
         if options.by is not None:
             plans = [b.plan]

@@ -29,6 +29,18 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci",
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether an error may say that a file's content cannot be decoded, and not that it could not
+    be had: Arrow raises OSErrors without a number for pages that are no Parquet. So do some stores
+    when they are busy, which is why it is tried again all the same.
+    """
+    if isinstance(error, NightshelfError):
+        return error.__cause__ is not None and is_damage(error.__cause__)
+    if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
+        return error.errno is None
+    return isinstance(error, pa.ArrowException)
+
+
 def _may_pass(error: BaseException) -> bool:
     """A busy store or a dropped connection may pass; a missing file or a full disk will not."""
     if isinstance(error, NightshelfError):  # ours are raised from what happened
@@ -169,6 +181,27 @@ def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np
     return found
 
 
+@contextmanager
+def _rows_of_input(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as err:
+        if not is_damage(err):
+            raise
+        raise unreadable("", path, err) from err
+
+
+def unreadable(table: str, path: str, error: BaseException) -> TableError:
+    """The error of an input file whose rows cannot be decoded."""
+    return TableError(
+        f"{table}: rows cannot be read" if table else "rows of an input file cannot be read",
+        expected="a whole Parquet file",
+        got=_first_line(error),
+        where=path,
+        do="The file is damaged: write it again.",
+    )
+
+
 @retried
 def column_range(path: str, column: str) -> tuple[Any, Any] | None:
     """Smallest and largest value of a column by the file's statistics; None where they are silent.
@@ -194,7 +227,7 @@ def column_range(path: str, column: str) -> tuple[Any, Any] | None:
 def read_head(path: str, rows: int, columns: list[str] | None = None) -> pa.Table:
     """The first rows of a Parquet file, at most as many."""
     fs, inside = filesystem(path)
-    with fs.open(inside, "rb") as handle:
+    with _rows_of_input(path), fs.open(inside, "rb") as handle:
         parquet = pq.ParquetFile(handle, pre_buffer=False)
         # Without threads: one that still reads ahead when the process ends takes it down.
         batches = parquet.iter_batches(batch_size=rows, columns=columns, use_threads=False)
@@ -309,8 +342,10 @@ def read_parquet(path: str, columns: list[str] | None = None) -> pa.Table:
     fs, inside = filesystem(path)
     try:
         with fs.open(inside, "rb") as handle:
-            return pq.ParquetFile(handle).read(columns=columns)
-    except (FileNotFoundError, pa.ArrowException) as err:
+            return pq.ParquetFile(handle, pre_buffer=False).read(columns=columns, use_threads=False)
+    except (OSError, pa.ArrowException) as err:
+        if not isinstance(err, FileNotFoundError) and not is_damage(err):
+            raise
         raise StorageError("a file cannot be read", got=_first_line(err), where=path) from err
 
 

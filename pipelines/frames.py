@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipelines import files
+from schemas.errors import StorageError
 
 
 def read_frame(path: str, columns: list[str] | None = None) -> pl.DataFrame:
@@ -19,3 +25,32 @@ def read_frame(path: str, columns: list[str] | None = None) -> pl.DataFrame:
     frame = pl.from_arrow(files.read_parquet(path, columns))
     assert isinstance(frame, pl.DataFrame), "a table is a frame"
     return frame
+
+
+@contextmanager
+def reading(table: str, paths: Sequence[str]) -> Iterator[None]:
+    """Whoever reads an input's rows here: damaged ones become an error that names their file.
+
+    Raises:
+        TableError: rows of one of the files cannot be decoded.
+    """
+    try:
+        yield
+    except (OSError, pa.ArrowException, pl.exceptions.PolarsError, StorageError) as err:
+        for path in paths:  # polars does not say which file it was
+            if (why := _damage(path)) is not None:
+                raise files.unreadable(table, path, why) from err
+        raise
+
+
+def _damage(path: str) -> Exception | None:
+    """Why a file cannot be read to its end; None: it can, or is gone."""
+    fs, inside = files.filesystem(path)
+    try:
+        with fs.open(inside, "rb") as handle:
+            parquet = pq.ParquetFile(handle, pre_buffer=False)
+            for _ in parquet.iter_batches(use_threads=False):
+                pass
+    except (OSError, pa.ArrowException) as err:
+        return err if files.is_damage(err) else None
+    return None

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from pipelines import files
 from pipelines.catalog import is_saved
+from pipelines.frames import reading
 from pipelines.items import catalog_dir, read_items
 from pipelines.shard_columns import (
     ROW,
@@ -103,7 +104,7 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
         return shards
     prepare_candidate_sets(plan)
     if plan.config.inputs.self_contained:
-        check_users_once(plan)
+        check_users_once(plan.inputs["users"])
     else:
         _write_shards(plan, shards)
     mark_prepared(plan)
@@ -113,7 +114,8 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
 def _write_shards(plan: RunPlan, shards: list[Shard]) -> None:
     with spill_folder(plan) as spill:
         for name, columns in tables_to_split(plan).items():
-            _split(plan, name, columns, spill)
+            with reading(name, [file.path for file in plan.inputs[name].files]):
+                _split(plan, name, columns, spill)
         for shard in shards:
             write_shard(plan, shard, partial(_spilled, spill, shard))
 
@@ -129,7 +131,8 @@ def prepare_candidate_sets(plan: RunPlan) -> None:
     """Write the candidate sets that are not per user, where there are such."""
     shape = shape_of_candidates(plan)
     if shape in ("segment", "shared"):
-        _write_candidate_sets(plan, shape)
+        with reading("candidates", [file.path for file in plan.inputs["candidates"].files]):
+            _write_candidate_sets(plan, shape)
 
 
 def tables_to_split(plan: RunPlan) -> dict[str, dict[str, str]]:

@@ -6,6 +6,7 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines import files
+from pipelines.frames import reading
 from pipelines.prepare import candidate_sets_path
 from pipelines.shard_columns import (
     ROW,
@@ -38,7 +39,8 @@ def read_shard_table(plan: RunPlan, shard: Shard, only: list[str] | None = None)
     if not plan.config.inputs.self_contained:
         return files.read_parquet(shard.path, only)
     check_as_planned(plan, shard)
-    table = files.read_parquet(shard.path)
+    with reading("users", [shard.path]):
+        table = files.read_parquet(shard.path)
     frame = pl.from_arrow(table)
     assert isinstance(frame, pl.DataFrame), "a table is a frame"
     columns = users_columns(plan)

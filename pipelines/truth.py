@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from pipelines import files
 from pipelines.by_shard import ByShard, same_id_type
+from pipelines.frames import reading
 from pipelines.shard_columns import id_dtype, scan
 from schemas.errors import TableError
 from schemas.runs import RunPlan
@@ -30,9 +31,10 @@ class Truth:
         paths = files.list_parquet(path, "truth")
         frame = pl.concat([_pairs(plan, one) for one in paths])
         self.path = path
-        self.rows, self.rows_null, self.rows_weightless = _count(frame, path)
+        with reading("truth", paths):
+            self.rows, self.rows_null, self.rows_weightless = _count(frame, path)
         kept = frame.drop_nulls(["user_id", "item_id"]).filter(pl.col("weight") > 0)
-        self._parts = ByShard(kept, plan, folder)
+        self._parts = ByShard(kept, plan, folder, "truth", paths)
         self.pairs = 0  # of the shards read so far
 
     @property

@@ -8,14 +8,15 @@ from __future__ import annotations
 import polars as pl
 
 from pipelines import files
+from pipelines.frames import reading
 from schemas.errors import TableError, quoted
-from schemas.runs import RunPlan
+from schemas.runs import InputTable
 
 _USERS_AT_ONCE = 5_000_000  # ids held at once
 _FILE = "__file"
 
 
-def check_users_once(plan: RunPlan) -> None:
+def check_users_once(table: InputTable) -> None:
     """Refuse a user that stands in two files.
 
     Where the files' statistics say that their users do not overlap (a table sorted by user), no row
@@ -24,9 +25,13 @@ def check_users_once(plan: RunPlan) -> None:
     Raises:
         TableError: a user stands in two files.
     """
-    table = plan.inputs["users"]
     if _apart([file.path for file in table.files]):
         return
+    with reading("users", [file.path for file in table.files]):
+        _look_in_all(table)
+
+
+def _look_in_all(table: InputTable) -> None:
     passes = -(-table.rows // _USERS_AT_ONCE)
     for part in range(passes):
         frames = [

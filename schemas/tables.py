@@ -144,8 +144,11 @@ class TableContract:
                 )
 
     def read_of(self, schema: pa.Schema) -> pa.Schema:
-        """The part of a schema that is read; other columns have no part in any check."""
-        return pa.schema([schema.field(name) for name in self.present(schema)])
+        """The part of a schema that is read; other columns have no part in any check. A name that
+        stands twice is in none.
+        """
+        places = (schema.get_field_index(name) for name in self.present(schema))
+        return pa.schema([schema.field(place) for place in places if place >= 0])
 
     def present(self, schema: pa.Schema) -> list[str]:
         """Names of the contract's columns that this schema has."""

@@ -19,8 +19,9 @@ from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.prompts import check_prompts
 from pipelines.preflight.tables import TableSeen, TablesSeen
 from pipelines.shard_columns import first_users
+from pipelines.users_once import check_users_once
 from pipelines.validate import UserCheck
-from schemas.errors import ConfigError, TableError
+from schemas.errors import ConfigError, InputError, TableError
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import ID_TYPES, IdType, id_type, is_list
@@ -41,9 +42,15 @@ def check_samples(
     tables = seen.tables
     users = tables.get("users")
     if users is not None and users.usable and users.table.rows:
+        table: pa.Table | None = None
         with _reading(users, findings):
             table = _check_users(config, seen, users, item_ids, findings)
-            _check_candidates_of(config, seen, table, findings)
+            if config.inputs.self_contained:
+                check_users_once(users.table)
+        candidates = tables.get("candidates")
+        if table is not None and candidates is not None:
+            with _reading(candidates, findings):
+                _check_candidates_of(config, seen, table, findings)
     for name in ("candidates", "exclusions"):
         table_seen = tables.get(name)
         if table_seen is not None and table_seen.usable and item_ids is not None:
@@ -59,6 +66,8 @@ def _reading(table: TableSeen, findings: Findings) -> Iterator[None]:
     except ConfigError:
         if not findings.problems:
             raise
+    except InputError as err:
+        findings.add_error(err, field=f"inputs.{table.table.name}")
     except (OSError, pl.exceptions.PolarsError, pa.ArrowException) as err:
         findings.add_error(
             TableError(
@@ -165,7 +174,8 @@ def _check_items_of(table: TableSeen, item_ids: pa.Array, findings: Findings) ->
     rows = max(1, (_LISTS if column == "item_ids" else _ROWS) // len(paths))
     parts: list[pa.Array] = []
     for path in paths:
-        values = files.read_head(path, rows, [column]).column(column)
+        whole = [name for name in ("user_id", column) if name in table.schema.names]
+        values = files.read_head(path, rows, whole).column(column)
         parts += (pc.list_flatten(values) if is_list(values.type) else values).drop_null().chunks
     kind = ID_TYPES[id_type(item_ids.type)]
     if all(id_type(part.type) == id_type(item_ids.type) for part in parts):

@@ -135,9 +135,10 @@ def _check_table(
                 bad.add("*")
         else:
             contract = contract_of(config, name, by_segment=shape == "segment")
+            whole = schema
             if name == "users":
                 schema = contract.read_of(schema)
-            for error in contract.problems(schema, file):
+            for error in contract.problems(whole, file):
                 assert error.field is not None, "a contract names its column"
                 findings.add_error(error, remedy=_remedy(config, name, error.field))
                 bad.add(error.field)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -496,3 +497,51 @@ def test_a_container_of_azure_is_no_credential(nightshelf, tmp_path):
     path = "abfs://shelves@account.dfs.core.windows.net/users"
     done = nightshelf("plan", write_config(tmp_path), "--set", f"inputs.users={path}", check=None)
     assert "credential" not in done.err + done.out
+
+
+@pytest.mark.parametrize("table", ["users", "candidates", "exclusions", "catalog"])
+def test_damaged_pages_are_an_input_error_that_names_the_file(nightshelf, tmp_path, table):
+    """The footer is whole, so that a listing finds nothing wrong."""
+    write_inputs(tmp_path, num_users=400)
+    path = tmp_path / f"{table}.parquet"
+    rows = bytearray(path.read_bytes())
+    rows[8:200] = b"\0" * 192
+    path.write_bytes(rows)
+    config = write_config(tmp_path)
+    done = nightshelf("run", config, "--output", "json", check=3)
+    error = done.json["error"]
+    assert error["message"].startswith(f"{table}: rows cannot be read")
+    assert f"{table}.parquet" in error["message"]
+    found = nightshelf("validate", config, "--output", "json", check=3).json["problems"]
+    assert {Path(problem["file"]).name for problem in found} == {f"{table}.parquet"}
+
+
+def test_damaged_pages_of_what_is_read_besides(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    nightshelf("run", config)
+    users = tables["users"]["user_id"]
+    for name in ("truth", "people"):
+        table = pa.table({"user_id": users, "item_id": ["i001"] * 40, "country": ["se"] * 40})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    args = ("evaluate", config, "--truth", tmp_path / "truth.parquet")
+    args += ("--users", tmp_path / "people.parquet", "--by", "country")
+    nightshelf(*args)
+    for name in ("people", "truth"):
+        path = tmp_path / f"{name}.parquet"
+        rows = bytearray(path.read_bytes())
+        rows[8:100] = b"\0" * 92
+        path.write_bytes(rows)
+        assert f"{name}.parquet" in nightshelf(*args, check=3).err.replace("\n", "")
+
+
+def test_a_column_that_stands_twice_is_a_problem_of_validate_too(nightshelf, tmp_path):
+    users = write_inputs(tmp_path)["users"]
+    twice = pa.Table.from_arrays(
+        [*users.columns, users.column("segment")], names=[*users.column_names, "segment"]
+    )
+    pq.write_table(twice, tmp_path / "users.parquet")
+    config = write_config(tmp_path, prompt={"template": "{segment} {history}"})
+    assert "stands 2 times" in nightshelf("run", config, check=3).err
+    found = nightshelf("validate", config, "--output", "json", check=3).json["problems"]
+    assert any("stands 2 times" in problem["message"] for problem in found)

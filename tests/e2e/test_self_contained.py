@@ -106,6 +106,8 @@ def test_a_user_in_two_files_is_refused(nightshelf, tmp_path, shuffle):
     assert "stands in two files" in done.err
     assert first["user_id"][2].as_py() in done.err
     assert "part-9.parquet" in done.err.replace("\n", "")
+    found = nightshelf("validate", write_config(tmp_path, **NO_JOIN), "--output", "json", check=3)
+    assert any("stands in two files" in problem["message"] for problem in found.json["problems"])
     assert not (tmp_path / "out").exists() or not (tmp_path / PARTITION).exists()
 
 

@@ -7,7 +7,8 @@ number and what kept it from being done; rows never pass through Spark.
 Who retries: a shard that fails inside a whole engine is tried again at once. Anything else fails
 the task, and Spark tries it elsewhere, in a new process (`spark_worker`). Attempts are counted in
 files, so that a shard that kills its workers is given up after `run.max_attempts` and the others go
-on. Where Spark gives up the whole stage first, the shards that are left get another stage.
+on. Where Spark gives up the whole stage first, the shards that are left get another stage; and so
+do those that met no engine because good ones were still loading.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ from jobs.spark_worker import Place, ShardTask, run_task
 from pipelines import files
 from pipelines.prepare import prepare_run
 from pipelines.run_shard import load_receipt
-from schemas.errors import EngineError
+from schemas.errors import EngineError, StorageError
 from schemas.runs import RunPlan, Shard
 from schemas.settings import RunConfig
 
@@ -102,16 +103,20 @@ class SparkLauncher:
         progress.start(plan.inputs["users"].rows * len(shards) // plan.num_shards)
         launch = uuid.uuid4().hex[:12]
         left, failed, ended = shards, dict[int, str](), None
-        for _ in range(plan.config.run.max_attempts):
+        for _ in range(plan.config.run.max_attempts + 1):
             stage = self._stage(spark, plan, left, launch)
             with _told_of_receipts(plan, left, progress):
                 ended = stage.run()
             failed |= stage.failed
             _raise_if_no_engine_starts(plan, launch)
             left = [s for s in left if s.index not in failed and load_receipt(plan, s) is None]
-            if not left or ended is None:
+            if not left:
                 break
-            progress.note(f"Spark ended the stage with {len(left)} shards to do: {ended}")
+            progress.note(
+                f"Spark ended the stage with {len(left)} shards to do: {ended}"
+                if ended is not None
+                else f"{len(left)} shards met no engine that starts; others have started since"
+            )
         for shard in left:
             failed[shard.index] = _why(plan, launch, shard, ended)
         _tell_attempts(plan, shards, launch, failed, progress)
@@ -290,11 +295,12 @@ def _told_of_receipts(plan: RunPlan, shards: list[Shard], progress: Progress) ->
     waiting = {f"{shard.name}.json": shard for shard in shards}
 
     def look() -> None:
-        for name in files.list_names(files.join(plan.run_dir, "receipts")):
-            receipt = load_receipt(plan, waiting[name]) if name in waiting else None
-            if receipt is not None:
-                del waiting[name]
-                progress.advance(receipt.counts.users_in)
+        with suppress(StorageError, OSError):  # only the bar waits; the next look may see them
+            for name in files.list_names(files.join(plan.run_dir, "receipts")):
+                receipt = load_receipt(plan, waiting[name]) if name in waiting else None
+                if receipt is not None:
+                    del waiting[name]
+                    progress.advance(receipt.counts.users_in)
 
     def watch() -> None:
         while not over.wait(_POLL_S):
@@ -326,6 +332,8 @@ def _why(plan: RunPlan, launch: str, shard: Shard, ended: str | None) -> str:
     tried = attempts.attempts_of(plan, launch, shard)
     if tried and tried[-1].failure is not None:
         return tried[-1].failure.message
+    if not tried and ended is None:
+        return "it met no engine that starts"
     return f"Spark ended the stage: {ended}" if ended else attempts.last_words(tried)
 
 

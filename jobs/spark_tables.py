@@ -3,17 +3,26 @@
 An input table is copied once into the work folder, as Parquet, under a name that holds a digest of
 its content: so every launcher and every step reads the same files, a table that changes during a
 run changes nothing, and the same content is the same run, whatever format the table has.
+
+    <work_dir>/tables/<table>-<digest>/_done
+    <work_dir>/tables/<table>-<digest>/<copy>/<table>-<digest>/part-00003-17.parquet
+
+Each run that finds no copy writes one of its own. The first that is whole creates `_done`, which
+names its files, and every run reads those. The inner folder is named as the outer one, since that
+name is by which files of a run's inputs are known to be of a copy.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pyspark import TaskContext
 from pyspark.sql import functions as F
 
@@ -21,7 +30,7 @@ from jobs.spark_session import spark_errors
 from pipelines import files
 from pipelines.publish.parquet import ParquetTable
 from schemas.eligibility import attributes, user_columns
-from schemas.errors import StorageError, TableError, quoted
+from schemas.errors import RunError, StorageError, TableError, quoted
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import USER_CANDIDATES, USER_EXCLUSIONS
@@ -32,6 +41,17 @@ if TYPE_CHECKING:
 Batches = Iterator[pa.RecordBatch]
 
 _DONE = "_done"
+_LAYOUT = 2  # of the folder of a copy; copies of another one are not used
+
+
+class _Copy(BaseModel):
+    """What `_done` says: the files of the copy that counts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: str  # below that of `_done`
+    parts: tuple[str, ...]
+    rows: int
 
 
 def copy_tables(spark: SparkSession, config: RunConfig) -> RunConfig:
@@ -39,6 +59,7 @@ def copy_tables(spark: SparkSession, config: RunConfig) -> RunConfig:
 
     Raises:
         TableError: Spark knows no such table, or cannot read it.
+        RunError: the table was changed while it was copied.
         StorageError: the copy could not be written.
     """
     unused = {"candidates"} if not config.task.uses_candidates else set()
@@ -76,23 +97,77 @@ def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
         frame = spark.table(table)
         wanted = columns_of(config, name)
         frame = frame.select([f"`{column}`" for column in frame.columns if column in wanted])
-        digest = _digest(frame)
+        digest, rows = _digest(frame)
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", table)[:80]
     folder = files.join(config.run.work_dir, "tables", f"{safe}-{digest}")
-    if files.exists(files.join(folder, _DONE)):
-        return folder
-    for left in files.list_names(folder):
-        files.remove(files.join(folder, left))
+    done = _copy_of(folder)
+    if done is not None:
+        return files.join(folder, done.folder)
+    own = uuid.uuid4().hex
+    mine = f"{own}/{safe}-{digest}"
     with spark_errors(StorageError, f"inputs.{name}: table {quoted(table)} could not be copied"):
         spark.sparkContext.setJobDescription(f"nightshelf copy {table}")
-        frame.mapInArrow(_write_part(folder), "rows long").collect()
+        written = frame.mapInArrow(
+            _write_part(files.join(folder, mine)), "part string, rows long"
+        ).collect()
         spark.sparkContext.setJobDescription("")
-    files.write_bytes(files.join(folder, _DONE), b"")
-    return folder
+    copied = sum(row.rows for row in written)
+    if copied != rows:
+        files.remove_folder(files.join(folder, own))
+        raise RunError(
+            f"inputs.{name}: table {quoted(table)} was changed while it was copied",
+            expected=f"{rows} rows",
+            got=f"{copied} rows",
+            do="Run the same command again when nobody writes to the table.",
+        )
+    parts = tuple(sorted(row.part for row in written))
+    return files.join(folder, _publish(folder, _Copy(folder=mine, parts=parts, rows=rows)).folder)
 
 
-def _digest(frame: DataFrame) -> str:
-    """A hash of the frame's columns and rows, whatever their order.
+def _publish(folder: str, mine: _Copy) -> _Copy:
+    """The copy that counts: this one, or that of a run that was first."""
+    data = (mine.model_dump_json(indent=1) + "\n").encode()
+    files.create(files.join(folder, _DONE), data)
+    done = _copy_of(folder)
+    if done is None:
+        raise StorageError(
+            "the copy of a table was removed", where=folder, do="Run the same command again."
+        )
+    if done.folder != mine.folder:
+        files.remove_folder(files.join(folder, mine.folder.partition("/")[0]))
+    return done
+
+
+def _copy_of(folder: str) -> _Copy | None:
+    """The finished copy in a folder, without files that it does not name; None where there is none.
+
+    Raises:
+        StorageError: it lacks files.
+    """
+    path = files.join(folder, _DONE)
+    try:
+        done = _Copy.model_validate(files.read_json(path))
+    except FileNotFoundError:
+        return None
+    except ValidationError as err:
+        raise StorageError("a file of the run is damaged", got=str(err), where=path) from err
+    inside = files.join(folder, done.folder)
+    there = {name for name in files.list_names(inside) if not name.startswith(".")}
+    if lost := sorted(set(done.parts) - there):
+        raise StorageError(
+            "the copy of a table lacks files",
+            expected=f"{len(done.parts)} files",
+            got=f"no {lost[0]}",
+            where=inside,
+            do=f"Remove {folder}, then run the same command again.",
+        )
+    for stray in there - set(done.parts):  # of an attempt at a part that was lost
+        files.remove_if_there(files.join(inside, stray))
+    return done
+
+
+def _digest(frame: DataFrame) -> tuple[str, int]:
+    """A hash of the frame's columns and rows, whatever their order; and how many rows.
 
     Rows are hashed one by one and the hashes combined by sum and by exclusive or: the first tells
     repeated rows apart, which the second forgets.
@@ -104,8 +179,9 @@ def _digest(frame: DataFrame) -> str:
         F.sum(row.cast("decimal(38,0)")).alias("total"),
     ).first()
     assert found is not None, "an aggregate has one row"
-    parts = [frame.schema.json(), str(found.rows), str(found.mixed), str(found.total)]
-    return files.hash_bytes(json.dumps(parts).encode())[:16]
+    counted = [str(found.rows), str(found.mixed), str(found.total)]
+    parts = [_LAYOUT, frame.schema.json(), *counted]
+    return files.hash_bytes(json.dumps(parts).encode())[:16], int(found.rows)
 
 
 def _write_part(folder: str) -> Callable[[Batches], Batches]:
@@ -118,15 +194,16 @@ def _write_part(folder: str) -> Callable[[Batches], Batches]:
         if first is None:
             return
         rows = 0
-        name = files.join(folder, f"part-{context.partitionId():05d}.parquet")
-        with files.atomic_target(name) as target:
+        # A lost attempt at the same part never replaces a file that counts.
+        name = f"part-{context.partitionId():05d}-{context.taskAttemptId()}.parquet"
+        with files.atomic_target(files.join(folder, name)) as target:
             fs, inside = files.filesystem(target)
             with fs.open(inside, "wb") as handle, pq.ParquetWriter(handle, first.schema) as out:
                 while first is not None:
                     out.write_batch(first)
                     rows += len(first)
                     first = next(batches, None)
-        yield pa.RecordBatch.from_pydict({"rows": [rows]})
+        yield pa.RecordBatch.from_pydict({"part": [name], "rows": [rows]})
 
     return write
 

@@ -118,6 +118,9 @@ def _end_with_parent() -> None:
 def run_task(task: ShardTask, place: Place) -> str | None:
     """Get a shard its receipt; why not, where all attempts are used up.
 
+    Where several engines could not start and none has yet, the shard goes back to the driver with
+    neither: it is not at fault, and an engine may still be loading elsewhere.
+
     Raises:
         EngineError, ShardFailedError: the engine cannot start, or may be broken. Whoever tries
             again must do so in another process.
@@ -127,11 +130,9 @@ def run_task(task: ShardTask, place: Place) -> str | None:
         earlier = attempts.attempts_of(plan, task.launch, shard)
         if len(earlier) >= plan.config.run.max_attempts:
             return f"{attempts.last_words(earlier)}; given up after {len(earlier)} attempts"
-        held = _hold(plan, place)
-        if not held.started:
-            hopeless = attempts.no_engine_starts(plan, task.launch)
-            if hopeless is not None:
-                return hopeless.message
+        held = _hold_or_say(task, place)
+        if not held.started and attempts.no_engine_starts(plan, task.launch) is not None:
+            return None
         attempt = attempts.begin(plan, task.launch, shard, devices=place.addresses, engine=held.id)
         try:
             _attempt(task, held, attempt)
@@ -140,6 +141,15 @@ def run_task(task: ShardTask, place: Place) -> str | None:
             if isinstance(err, ShardFailedError | EngineError) or not isinstance(err, RunError):
                 raise
     return None
+
+
+def _hold_or_say(task: ShardTask, place: Place) -> _Held:
+    try:
+        return _hold(task.plan, place)
+    except NightshelfError as err:
+        # Under a name of its own: the engine that this process has may well have started.
+        attempts.engine_ended(task.plan, task.launch, uuid.uuid4().hex[:8], err)
+        raise
 
 
 def _start(task: ShardTask, held: _Held) -> None:
@@ -152,19 +162,23 @@ def _start(task: ShardTask, held: _Held) -> None:
 
 def _attempt(task: ShardTask, held: _Held, attempt: attempts.Attempt) -> None:
     settings = task.plan.config.run
+    start, limit = settings.start_timeout_s, settings.shard_timeout_s
 
     def too_late(limit: float) -> None:
         silent = ShardFailedError(f"its worker reported nothing for {limit:g} s")
         attempts.fail(task.plan, task.shard, attempt, silent)
 
+    def starts_too_late() -> None:
+        late = EngineError(f"the engine has not started for {start:g} s")
+        attempts.engine_ended(task.plan, task.launch, held.id, late)
+        too_late(start)
+
     if not held.started:
-        start = settings.start_timeout_s
-        with Deadline(start, lambda: too_late(start)).running():
+        with Deadline(start, starts_too_late).running():
             _start(task, held)
     if held.told != task.launch:
         attempts.engine_ended(task.plan, task.launch, held.id, None)
         held.told = task.launch
-    limit = settings.shard_timeout_s
     deadline = Deadline(limit, lambda: too_late(limit))
     with deadline.running():
         run_shard(

@@ -72,3 +72,9 @@ class _Slow(FakeBackend):
 def slow_backend(settings: EngineSettings) -> FakeBackend:
     """Takes its time, so that a test can act in the middle of a run."""
     return _Slow(settings.seed)
+
+
+def never_started_backend(settings: EngineSettings) -> FakeBackend:
+    """Hangs while it loads."""
+    time.sleep(600)
+    return FakeBackend(settings.seed)

@@ -112,6 +112,20 @@ def test_an_engine_that_starts_nowhere_ends_with_5(nightshelf, spark, tmp_path):
     assert done.json["error"]["kind"] == "engine"
 
 
+def test_an_engine_that_hangs_while_it_starts_everywhere_ends_with_5(nightshelf, spark, tmp_path):
+    write_inputs(tmp_path)
+    config = write_config(
+        tmp_path,
+        engine__backend="tests.spark.backends:never_started_backend",
+        run__launcher="spark",
+        run__max_attempts=2,
+        run__start_timeout_s=10,
+    )
+    done = nightshelf("run", config, "--output", "json", check=5)
+    assert "the engine has not started for 10 s" in done.err
+    assert done.json["error"]["kind"] == "engine"
+
+
 def test_a_worker_that_says_nothing_is_ended_by_its_deadline(nightshelf, spark, tmp_path):
     """C4, ray #59986: a wedged engine hung the job."""
     write_inputs(tmp_path, num_users=10)

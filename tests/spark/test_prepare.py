@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
 import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobs import spark_tables
 from jobs.spark_prepare import prepare_on_executors
 from pipelines.plan import plan_run
 from pipelines.prepare import prepare_run, shard_of
 from schemas.config_file import load_config
+from schemas.errors import RunError, StorageError
 from tests.cases.helpers import published, write
 from tests.factories import write_config, write_inputs
 from tests.spark.helpers import clear, shard_bytes
@@ -148,6 +155,74 @@ def test_tables_of_sparks_catalog_are_inputs(nightshelf, spark, catalog_tables, 
     (gone,) = copies - {p.name for p in (tmp_path / "runs/tables").iterdir()}
     assert gone.startswith("db.users-")
     assert removed == {first["run_id"], f"tables/{gone}"}
+
+
+def users_table(tmp_path):
+    return load_config(write_config(tmp_path, inputs__users={"table": "db.users"}))
+
+
+def test_runs_that_copy_a_table_at_once_read_one_whole_copy(
+    spark, catalog_tables, tmp_path, monkeypatch
+):
+    """None of them removes or names the files of another."""
+    config = users_table(tmp_path)
+    found = spark_tables._copy_of
+    waiting = Barrier(2)
+
+    def looked_at_once(folder):
+        done = found(folder)
+        if done is None:
+            waiting.wait(60)
+        return done
+
+    monkeypatch.setattr(spark_tables, "_copy_of", looked_at_once)
+    with ThreadPoolExecutor(2) as pool:
+        copies = list(pool.map(lambda _: spark_tables.copy_tables(spark, config), range(2)))
+    (folder,) = {copy.inputs.users for copy in copies}
+    (outer,) = (tmp_path / "runs/tables").iterdir()
+    done = json.loads((outer / "_done").read_text())
+    assert Path(folder) == outer / done["folder"]
+    assert done["rows"] == pq.read_table(folder).num_rows == 40
+    assert {p.name for p in outer.rglob("*.parquet")} == set(done["parts"]), (
+        "the loser removed its own"
+    )
+
+
+def test_of_a_copy_only_named_files_are_used(spark, catalog_tables, tmp_path):
+    config = users_table(tmp_path)
+    folder = Path(spark_tables.copy_tables(spark, config).inputs.users)
+    outer = folder.parents[1]
+    part = next(folder.glob("*.parquet"))
+    (folder / "part-00000-99999.parquet").write_bytes(part.read_bytes())
+    unfinished = outer / "another/part-00000-1.parquet"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(part.read_bytes())
+    assert spark_tables.copy_tables(spark, config).inputs.users == str(folder)
+    assert pq.read_table(folder).num_rows == 40
+    assert unfinished.exists(), "another run may be writing it"
+    part.unlink()
+    with pytest.raises(StorageError, match="lacks files"):
+        spark_tables.copy_tables(spark, config)
+
+
+def test_a_table_that_changes_while_it_is_copied_is_told(
+    spark, catalog_tables, tmp_path, monkeypatch
+):
+    config = users_table(tmp_path)
+    digest = spark_tables._digest
+
+    def one_more(frame):
+        name, rows = digest(frame)
+        return name, rows + 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spark_tables, "_digest", one_more)
+        with pytest.raises(RunError, match="expected 41 rows, got 40 rows") as caught:
+            spark_tables.copy_tables(spark, config)
+    assert caught.value.exit_code == 4
+    assert not list((tmp_path / "runs/tables").rglob("*.parquet"))
+    folder = spark_tables.copy_tables(spark, config).inputs.users
+    assert pq.read_table(folder).num_rows == 40
 
 
 def test_a_table_needs_spark_and_must_be_there(nightshelf, spark, tmp_path):

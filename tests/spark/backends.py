@@ -78,3 +78,30 @@ def never_started_backend(settings: EngineSettings) -> FakeBackend:
     """Hangs while it loads."""
     time.sleep(600)
     return FakeBackend(settings.seed)
+
+
+def late_folder(seed: int) -> Path:
+    """Where the engines of `late_backend` of one test see each other."""
+    return Path(tempfile.gettempdir()) / f"nightshelf-late-{seed}"
+
+
+def late_backend(settings: EngineSettings) -> FakeBackend:
+    """The first one loads until two others could not, and then some; later ones are well."""
+    folder = late_folder(settings.seed)
+    folder.mkdir(exist_ok=True)
+    broken = [folder / "broken-0", folder / "broken-1"]
+    if _is_first(folder / "late"):
+        while not all(path.exists() for path in broken):
+            time.sleep(0.1)
+        time.sleep(3)
+    elif any(_is_first(path) for path in broken):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    return FakeBackend(settings.seed)
+
+
+def _is_first(token: Path) -> bool:
+    try:
+        token.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
+from collections import Counter
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +13,7 @@ import pytest
 
 from tests.cases.helpers import torch_config
 from tests.factories import write_config, write_inputs
+from tests.spark.backends import late_folder
 from tests.spark.helpers import attempts, clear, published_bytes, receipts
 
 
@@ -110,6 +114,30 @@ def test_an_engine_that_starts_nowhere_ends_with_5(nightshelf, spark, tmp_path):
     done = nightshelf("run", config, "--output", "json", check=5)
     assert "CUDA out of memory" in done.err
     assert done.json["error"]["kind"] == "engine"
+
+
+def test_a_bad_host_does_not_drain_the_queue_while_a_good_one_loads(nightshelf, spark, tmp_path):
+    """Shards that met no engine are done by the one that was late. Both failed engines may have had
+    the same shard, as Spark likes: only that one may be given up."""
+    write_inputs(tmp_path, num_users=30)
+    seed = time.time_ns() % 2**31
+    config = write_config(
+        tmp_path,
+        engine={"backend": "tests.spark.backends:late_backend", "seed": seed},
+        run__launcher="spark",
+        run__max_attempts=2,
+        run__shard_users=6,
+    )
+    try:
+        done = nightshelf("run", config, check=None)
+    finally:
+        shutil.rmtree(late_folder(seed), ignore_errors=True)
+    failures = Counter(a["shard"] for a in attempts(tmp_path) if a["failure"] is not None)
+    given_up = [shard for shard, times in failures.items() if times == 2]
+    assert sum(failures.values()) == 2
+    assert len(receipts(tmp_path)) == 5 - len(given_up)
+    assert done.code == (4 if given_up else 0)
+    assert "shards met no engine that starts; others have started since" in done.err
 
 
 def test_an_engine_that_hangs_while_it_starts_everywhere_ends_with_5(nightshelf, spark, tmp_path):

@@ -440,3 +440,26 @@ def test_the_beam_store_is_never_as_large_as_the_defaults(model_folder):
     with pytest.raises(EngineError, match="do not fit") as caught:
         plan_beams(facts, 4096, 3, 4000, (8 << 30) + (1 << 28))
     assert "constrained" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "found"),
+    [
+        (None, None, None),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "FP8"),
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "NVFP4"),
+        ("hf_quant_config.json", {"producer": {"name": "modelopt"}}, "unknown"),
+        ("config.json", {"quantization_config": {"quant_algo": "FP8"}}, "FP8"),
+        ("config.json", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+    ],
+)
+def test_a_quantised_checkpoint_is_known_by_its_files(tmp_path, file, content, found):
+    """ModelOpt writes hf_quant_config.json; others a section of config.json."""
+    model = tmp_path / "model"
+    tiny_model(model)
+    if file is not None:
+        path = model / file
+        old = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(old | content))
+    facts = read_checkpoint(EngineSettings(backend="trtllm", model=str(model), dtype="bfloat16"))
+    assert facts.quantised == found

@@ -104,6 +104,39 @@ def test_an_executor_is_killed_and_the_run_ends_as_if_not(nightshelf, submit, cl
     assert len(alone) == len(set(alone)), "two engines on one address"
 
 
+def test_executors_without_a_gpu_prepare_and_executors_with_one_score(
+    nightshelf, submit, cluster, tmp_path
+):
+    """`spark.profile: executor` under dynamic allocation: the scoring stage has executors of its
+    own, each with a GPU that the application's other executors never had.
+    """
+    write_inputs(tmp_path, num_users=24)
+    config = write_config(tmp_path, run__shard_users=4)
+    nightshelf("run", config)
+    want = published_bytes(tmp_path)
+    clear(tmp_path)
+
+    conf = {name: value for name, value in cluster.items() if "executor.resource" not in name}
+    conf |= {
+        "spark.dynamicAllocation.enabled": "true",
+        "spark.dynamicAllocation.shuffleTracking.enabled": "true",
+        "spark.dynamicAllocation.maxExecutors": "2",  # of each kind
+        "spark.executor.cores": "1",
+    }
+    own = {"spark__profile": "executor", "spark__prepare": "executors"}
+    script = conf["spark.worker.resource.gpu.discoveryScript"]
+    config = write_config(tmp_path, run__shard_users=4, **own, spark__discovery_script=script)
+    process = submit.start(
+        "run", config, "--output", "json", master="local-cluster[2,2,2048]", conf=conf
+    )
+    done = submit.wait(process)
+    assert done.json["status"] == "published"
+    assert published_bytes(tmp_path) == want
+    devices = {(a["engine"], tuple(a["devices"])) for a in attempts(tmp_path)}
+    assert {address for _, address in devices} <= {("0",), ("1",)}
+    assert len(devices) == len({address for _, address in devices}), "two engines on one address"
+
+
 def test_a_killed_driver_leaves_nobody_and_the_run_resumes(nightshelf, submit, tmp_path):
     write_inputs(tmp_path, num_users=60)
     config = write_config(tmp_path, engine__backend=SLOW, run__shard_users=5)

@@ -72,8 +72,10 @@ class TerminalProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._end(done=kind is None)
-        self._bar.stop()
+        try:
+            self._end(done=kind is None)
+        finally:
+            self._bar.stop()
 
     def step(self, name: str) -> None:
         """A step of the run begins."""
@@ -85,10 +87,10 @@ class TerminalProgress:
         """Leave a line of the present step, if there is one."""
         if self._task is None:
             return
+        task, self._task = self._task, None  # whatever interrupts the rest, it is ended once
         counted = self._bar.tasks[0]
         users = f"  {counted.completed:,.0f} users" if counted.total is not None else ""
-        self._bar.remove_task(self._task)
-        self._task = None
+        self._bar.remove_task(task)
         mark, style = ("✓", "green") if done else ("✗", "red")
         took = f"{time.monotonic() - self._started:7.1f} s"
         self._console.print(
@@ -97,9 +99,10 @@ class TerminalProgress:
 
     def start(self, users: int) -> None:
         """Scoring begins."""
-        if self._task is not None:
-            self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(self._name, total=users)
+        if self._task is None:
+            self._task = self._bar.add_task(self._name, total=users)
+        else:  # the same task: between two an interrupt would find none
+            self._bar.reset(self._task, total=users)
 
     def advance(self, users: int) -> None:
         """So many users more are done."""

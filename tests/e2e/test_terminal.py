@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from jobs.cli import app
 from jobs.progress import TerminalProgress
@@ -102,6 +103,32 @@ def test_a_note_is_no_markup():
         progress.step("plan")
         progress.note("[/no] [red]markup[/red] " + "x" * 60)
     assert "[/no] [red]markup[/red] " + "x" * 60 in CONTROL.sub("", heard.getvalue())
+
+
+def test_an_interrupt_anywhere_in_the_display_ends_the_step(monkeypatch):
+    """Ctrl-C lands where it likes: here in each call that draws, one after the other."""
+    plain, calls = Progress.refresh, []
+
+    def interrupted(self):
+        calls.append(1)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return plain(self)
+
+    monkeypatch.setattr(Progress, "refresh", interrupted)
+    for at in range(1, 6):
+        calls.clear()
+        heard = io.StringIO()
+        with (
+            pytest.raises(KeyboardInterrupt),
+            TerminalProgress(Console(file=heard, force_terminal=True)) as progress,
+        ):
+            progress.step("plan")
+            progress.step("score")
+            progress.start(40)
+            progress.advance(3)
+            raise KeyboardInterrupt
+        assert "\x1b[?25h" in heard.getvalue().rpartition("\x1b[?25l")[2], at
 
 
 def test_no_color_is_obeyed(tmp_path):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -107,6 +108,26 @@ def test_the_first_run_of_the_29th_has_the_partition_of_its_schedule(dags, tmp_p
         last_dagrun_info=None, restriction=TimeRestriction(earliest, None, catchup=True)
     )
     assert info.partition_key == key
+
+
+@pytest.mark.parametrize(
+    ("schedule", "days"),
+    [
+        ({"cron": "0 2 * * *"}, -1),
+        ({"cron": "@daily", "run_offset": 0}, 0),
+        ({"cron": "0 * * * *"}, None),
+        ({"cron": "0 */6 * * *"}, None),
+        ({"cron": "*/5 2 * * *"}, None),
+        ({"cron": "0 2 * * 1"}, None),
+        ({"cron": "0 2,14 * * *"}, None),
+    ],
+    ids=str,
+)
+def test_only_a_daily_schedule_says_how_many_days_away_a_partition_is(schedule, days):
+    """A run by hand takes its date from that; one tick is a day only where ticks are days."""
+    from nightshelf_precompute import Surface, _days
+
+    assert _days(Surface(name="x", folder=Path(), config="x.yaml", schedule=schedule)) == days
 
 
 @pytest.mark.parametrize(

@@ -396,3 +396,37 @@ def test_an_export_has_every_user_once_in_the_file_of_its_hash(nightshelf, tmp_p
     assert seen == want["user_id"].n_unique()
     assert (to / "_SUCCESS").exists()
     assert "not empty" in nightshelf(*args, check=2).err
+
+
+# --- what comes after a publish -------------------------------------------------------------------
+
+
+def test_a_catalog_that_was_not_told_leaves_a_published_run_published(tmp_path):
+    """The rows are there for readers: the manifest says so, and the same command tells again."""
+    from rich.console import Console
+
+    from jobs.launch_local import LocalLauncher
+    from jobs.progress import LineProgress
+    from jobs.run import load_manifest, run_job
+    from schemas.config_file import load_config
+    from schemas.errors import RunError, TableError
+
+    class Deaf(LocalLauncher):
+        deaf = True
+
+        def published(self, plan, progress):
+            if self.deaf:
+                raise TableError("the other catalog is not there")
+
+    write_inputs(tmp_path)
+    config = load_config(str(write_config(tmp_path)))
+    launcher, progress = Deaf(), LineProgress(Console(stderr=True))
+    with pytest.raises(RunError, match="is published, but") as caught:
+        run_job(config, launcher, progress)
+    assert caught.value.exit_code == 4
+    (run_dir,) = (p.parent for p in tmp_path.glob("runs/*/manifest.json"))
+    assert json.loads((run_dir / "manifest.json").read_text())["status"] == "published"
+    assert (run_dir / "report.html").exists()
+    launcher.deaf = False
+    manifest = run_job(config, launcher, progress)
+    assert load_manifest(manifest.plan).status == "published"

@@ -27,7 +27,7 @@ class Limit:
     """The bare matmuls of one pass of the engine."""
 
     def __init__(self, model: PreTrainedModel, passes: Passes) -> None:
-        head: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # the library's
         self._head = head.weight.detach()
         self._device = self._head.device
         body: Any = model.base_model

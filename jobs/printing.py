@@ -109,13 +109,8 @@ def print_plan(plan: RunPlan, output: Output) -> None:
         typer.echo(json.dumps(found))
         return
     table = Table(title=f"plan of run {plan.run_id}", title_justify="left")
-    for column, justify in (
-        ("table", "left"),
-        ("files", "right"),
-        ("rows", "right"),
-        ("MB", "right"),
-    ):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    for column in ("table", "files", "rows", "MB"):
+        table.add_column(column, justify="left" if column == "table" else "right")
     for name, found_table in plan.inputs.items():
         size = table_bytes(found_table) / 1e6
         table.add_row(name, f"{len(found_table.files)}", f"{found_table.rows:,}", f"{size:.1f}")

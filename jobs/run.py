@@ -23,6 +23,7 @@ from schemas.runs import (
     AuditReport,
     Counts,
     Published,
+    RunEnd,
     RunManifest,
     RunPlan,
     Shard,
@@ -294,7 +295,7 @@ def _write_manifest(
     plan: RunPlan,
     clock: Clock,
     progress: Progress,
-    status: str,
+    status: RunEnd,
     receipts: list[ShardReceipt],
     *,
     failed: dict[int, str] | None = None,
@@ -304,7 +305,7 @@ def _write_manifest(
 ) -> RunManifest:
     manifest = RunManifest(
         plan=plan,
-        status=status,  # type: ignore[arg-type]
+        status=status,
         counts=Counts.total(receipt.counts for receipt in receipts),
         shards=tuple(receipts),
         failed_shards=failed or {},

@@ -83,7 +83,7 @@ class Splitter:
         (frame,) = split_frames(plan, part.table, self.columns[part.table])
         rows = (
             frame.slice(part.first, part.rows)
-            .cast(dict(self.schemas[part.table]))  # type: ignore[arg-type]
+            .cast(dict(self.schemas[part.table]))  # type: ignore[arg-type]  # its types know no Schema
             .pipe(numbered, part.number)
             .with_columns(shard_column(self.plan.num_shards))
             .collect()

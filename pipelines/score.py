@@ -178,5 +178,5 @@ def quarantine(shard: ShardInput, rejections: list[Rejection]) -> Iterator[Quara
         )
 
 
-def _concat(parts: list[NDArray[np.generic]], dtype: type) -> NDArray:  # type: ignore[type-arg]
+def _concat(parts: list[NDArray[Any]], dtype: type) -> NDArray[Any]:
     return np.concatenate([np.empty(0, dtype=dtype), *parts]).astype(dtype, copy=False)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, cast
 
 from schemas.errors import ConfigError, quoted
 
@@ -173,7 +173,7 @@ class _Parser:
             return Comparison(name, "not in", self._operand())
         if text in ("in", "contains") or (kind == "sign" and text not in "()[],"):
             self._next += 1
-            operator: Operator = "=" if text == "==" else text  # type: ignore[assignment]
+            operator = cast(Operator, "=" if text == "==" else text)  # the signs are these
             return Comparison(name, operator, self._operand())
         return Flag(name)
 

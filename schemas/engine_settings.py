@@ -10,6 +10,8 @@ from pydantic import (
 
 from schemas.section import Positive, Section
 
+Precision = Literal["float32", "bfloat16"]
+
 
 class TrtllmSettings(Section):
     """How TensorRT-LLM's engines are built; only `engine.backend: trtllm` reads it."""
@@ -42,7 +44,7 @@ class EngineSettings(Section):
     projector: str | None = Field(
         None, description="Folder with projector.json and projector.safetensors for {user_vector}"
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Model precision")
+    dtype: Precision = Field("float32", description="Model precision")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: CUDA when there is one"
     )
@@ -55,6 +57,6 @@ class EngineSettings(Section):
     tensor_parallel: Positive = Field(1, description="GPUs of one worker and its engine; trtllm")
     seed: int = Field(0, description="Seed of the fake backend")
     trtllm: TrtllmSettings = Field(
-        TrtllmSettings(),  # type: ignore[call-arg]
+        TrtllmSettings(),
         description="How TensorRT-LLM's engines are built",
     )

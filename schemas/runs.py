@@ -15,6 +15,9 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+RunEnd = Literal["published", "failed", "refused"]
+
+
 class InputFile(_Record):
     """One listed input file. `version` is the etag, or size and change time where there is none."""
 
@@ -220,7 +223,7 @@ class RunManifest(_Record):
     """Everything about a run, written when it ends."""
 
     plan: RunPlan
-    status: Literal["published", "failed", "refused"]
+    status: RunEnd
     counts: Counts
     shards: tuple[ShardReceipt, ...]
     failed_shards: dict[int, str] = {}

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from schemas.engine_settings import EngineSettings, TrtllmSettings
+from schemas.engine_settings import EngineSettings, Precision, TrtllmSettings
 from schemas.errors import ConfigError
 from schemas.input_settings import (
     TABLE,
@@ -66,6 +66,7 @@ __all__ = [
     "LimitedGate",
     "OutputSettings",
     "Pooling",
+    "Precision",
     "PromptSettings",
     "QuotaSettings",
     "ReportSettings",
@@ -112,17 +113,17 @@ class RunConfig(Section):
     ds: Annotated[str | None, AfterValidator(_known_ds)] = Field(
         None, description="Partition date, YYYY-MM-DD; --ds wins"
     )
-    engine: EngineSettings = EngineSettings()  # type: ignore[call-arg]
+    engine: EngineSettings = EngineSettings()
     sid: SidSettings | None = Field(None, description="Items are named by semantic IDs")
     text: TextSettings | None = Field(None, description="Items are named by their text")
     prompt: PromptSettings
     inputs: InputSettings
     task: TaskSettings
     output: OutputSettings
-    run: RunSettings = RunSettings()  # type: ignore[call-arg]
-    spark: SparkSettings = SparkSettings()  # type: ignore[call-arg]
-    audit: AuditSettings = AuditSettings()  # type: ignore[call-arg]
-    report: ReportSettings = ReportSettings()  # type: ignore[call-arg]
+    run: RunSettings = RunSettings()
+    spark: SparkSettings = SparkSettings()
+    audit: AuditSettings = AuditSettings()
+    report: ReportSettings = ReportSettings()
 
     @property
     def space(self) -> SidSpace:

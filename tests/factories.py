@@ -51,6 +51,17 @@ def random_codes(
     return codes
 
 
+TINY_DECODER = {  # of any architecture: grouped-query attention, ids 0..63
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
 def tiny_model(
     folder: Path,
     *,

@@ -35,8 +35,8 @@ _HERE = Path(__file__).resolve().parent
 if str(_HERE) not in sys.path:  # Airflow adds a bundle's root only, and this may be a folder in it
     sys.path.append(str(_HERE))
 
-from nightshelf_alerts import run_failed  # noqa: E402
-from nightshelf_steps import (  # noqa: E402
+from nightshelf_alerts import run_failed  # noqa: E402  # found only now
+from nightshelf_steps import (  # noqa: E402  # found only now
     InputsReady,
     NightshelfOperator,
     RetryOnlyWhatHelps,

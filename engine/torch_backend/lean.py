@@ -36,7 +36,7 @@ def use_lean_layers(model: nn.Module) -> None:
             lean: Any = partial(_norm, weight=weight, eps=_eps(module))
         elif name in _ATTENTION:
             lean = partial(_attention, module)
-        elif name in _MLP and module.config.hidden_act == "silu":  # type: ignore[union-attr]
+        elif name in _MLP and _of(module).config.hidden_act == "silu":
             lean = partial(_mlp, module)
         else:
             continue
@@ -44,7 +44,12 @@ def use_lean_layers(model: nn.Module) -> None:
 
 
 def _eps(norm: nn.Module) -> float:
-    return float(norm.variance_epsilon)  # type: ignore[arg-type]
+    return float(_of(norm).variance_epsilon)
+
+
+def _of(module: nn.Module) -> Any:
+    """A module of the library's, whose attributes have no types."""
+    return module
 
 
 @torch.inference_mode()

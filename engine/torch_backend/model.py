@@ -83,8 +83,8 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
             got=f"{len(missing)} missing, first {quoted(missing[:3])}",
             where=folder,
         )
-    model.to(device)  # type: ignore[arg-type]
-    model.eval()  # type: ignore[no-untyped-call]
+    model.to(device)  # type: ignore[arg-type]  # its types say str
+    model.eval()  # type: ignore[no-untyped-call]  # the library's
     return model
 
 
@@ -147,7 +147,7 @@ def sizes_of(model: PreTrainedModel) -> ModelSizes:
 
 def head_of(model: PreTrainedModel, folder: str) -> nn.Linear:
     """The LM head; `EngineError` when it is not a linear layer over the last hidden state."""
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # as above
     if not isinstance(head, nn.Linear):
         raise EngineError("the model has no linear LM head", got=type(head).__name__, where=folder)
     return head

@@ -62,7 +62,7 @@ def token_tree_attention(
     k, v = (x[0].transpose(0, 1)[:rows] for x in (key, value))  # [T, H, D]
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     q = q if scaling == 1.0 else q * scaling
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # torch types it as a Tensor
     match tree_pass:
         case PrefixPass():
             out = _prefix_layer(tree_pass, q, k, v)

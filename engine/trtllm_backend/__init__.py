@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -310,7 +311,7 @@ def _import_plugin(library: Library) -> None:
         EngineError: this build has moved what the class is made of.
     """
     try:
-        import engine.trtllm_backend.qwen3_plugin  # noqa: F401
+        import_module("engine.trtllm_backend.qwen3_plugin")  # registers itself
     except (ImportError, AttributeError, TypeError) as err:
         raise EngineError(
             "the plug-in does not fit this TensorRT-LLM",

@@ -55,24 +55,16 @@ class BeamEngine:
         self._placeholder = placeholder
         self._request_error = library.request_error
         with starting("beam engine", settings):
-            self._llm = library.llm(
-                model=folder,
-                skip_tokenizer_init=True,
-                checkpoint_format="HF",  # without it no input processor of a model is looked for
-                tensor_parallel_size=settings.tensor_parallel,
-                dtype=settings.dtype,
+            self._llm = library.start(
+                settings,
+                folder,
+                plan,
                 max_beam_width=plan.width,
-                max_batch_size=plan.max_batch_size,
-                max_seq_len=plan.max_seq_len,
-                max_num_tokens=plan.max_num_tokens,
-                enable_chunked_prefill=False,  # it would cut a prompt inside its soft tokens
-                cuda_graph_config=None,
-                kv_cache_config=library.kv_cache_config(
-                    enable_block_reuse=False,
-                    enable_partial_reuse=False,
-                    max_tokens=plan.kv_tokens,
-                    dtype=settings.trtllm.kv_cache_dtype,
-                ),
+                kv_cache={
+                    "enable_partial_reuse": False,
+                    "max_tokens": plan.kv_tokens,
+                    "dtype": settings.trtllm.kv_cache_dtype,
+                },
             )
             self._sampling = library.sampling_params(
                 max_tokens=plan.steps,

@@ -28,14 +28,14 @@ from engine.trtllm_backend.self_test import (
 )
 from schemas.checks import Check
 from schemas.errors import NightshelfError
-from schemas.settings import EngineSettings
+from schemas.settings import EngineSettings, Precision
 
 _PARTNERS = ("torch", "transformers", "flashinfer-python")
 _DEVICE = "Run on a machine with an NVIDIA GPU and its driver; in a container, with --gpus all."
 PROBE_USERS, PROBE_TOKENS, PROBE_ITEMS = 16, 128, 64  # of the throughput
 
 
-def checkup(model: str | None, *, dtype: str = "bfloat16") -> list[Check]:
+def checkup(model: str | None, *, dtype: Precision = "bfloat16") -> list[Check]:
     """Checks of this machine, and of a checkpoint folder on it, in the order they were made."""
     checks: list[Check] = []
     library = _library(checks)
@@ -46,7 +46,7 @@ def checkup(model: str | None, *, dtype: str = "bfloat16") -> list[Check]:
     if model is None:
         checks.append(Check("model", True, "none given: the engines were not started"))
         return checks
-    settings = EngineSettings(backend="trtllm", model=model, dtype=dtype)  # type: ignore[arg-type, call-arg]
+    settings = EngineSettings(backend="trtllm", model=model, dtype=dtype)
     backend = _started(checks, library, settings)
     if backend is None:
         return checks
@@ -257,7 +257,7 @@ def main() -> int:
     checks = checkup(sys.argv[1] if len(sys.argv) > 1 else None)
     for check in checks:
         words = f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}"
-        print(words + (f". {check.remedy}" if check.remedy else ""))  # noqa: T201
+        sys.stdout.write(words + (f". {check.remedy}" if check.remedy else "") + "\n")
     return 0 if all(check.ok for check in checks) else 1
 
 

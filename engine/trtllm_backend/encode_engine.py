@@ -44,20 +44,12 @@ class EncodeEngine:
         self._plugin = plugin
         self._vocab_size = facts.vocab_size
         with starting("encode engine", settings):
-            self._llm = library.llm(
-                model=folder,
-                skip_tokenizer_init=True,
-                checkpoint_format="HF",  # without it no input processor of a model is looked for
-                tensor_parallel_size=settings.tensor_parallel,
-                dtype=settings.dtype,
+            self._llm = library.start(
+                settings,
+                folder,
+                plan,
                 encode_only=True,
                 attn_backend="FLASHINFER",  # the only one with multi-item scoring
-                cuda_graph_config=None,  # its graphs refuse tensors of ours and multi-item prompts
-                max_batch_size=plan.max_batch_size,
-                max_seq_len=plan.max_seq_len,
-                max_num_tokens=plan.max_num_tokens,
-                enable_chunked_prefill=False,
-                kv_cache_config=library.kv_cache_config(enable_block_reuse=False),
             )
         self.budget = CallBudget(plan.max_num_tokens, plan.max_seq_len, plan.max_batch_size)
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from engine.trtllm_backend.memory import BeamPlan, EncodePlan
 from schemas.errors import EngineError, quoted
+from schemas.settings import EngineSettings
 
 CONTAINER = "nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc27"
 INSTALL = (
     f"Run inside NVIDIA's container {CONTAINER} or a later one, or, on Linux with Python 3.12 and "
-    "a CUDA GPU: pip install tensorrt_llm --extra-index-url https://pypi.nvidia.com. "
-    "See docs/trtllm.md."
+    "a CUDA GPU, install tensorrt_llm from NVIDIA's package index. See docs/trtllm.md."
 )
 
 
@@ -30,6 +31,35 @@ class Library:
     kv_cache_config: Any  # class KvCacheConfig
     request_error: type[Exception]
     version: str
+
+    def start(
+        self,
+        settings: EngineSettings,
+        folder: str,
+        plan: EncodePlan | BeamPlan,
+        *,
+        kv_cache: dict[str, Any] | None = None,
+        **own: Any,
+    ) -> Any:
+        """An `LLM` over a folder, within the plan's limits: what both engines have in common.
+
+        No block of KV is used again, which could give one user's vectors to another, and no prompt
+        is cut, which could cut it inside its soft tokens.
+        """
+        return self.llm(
+            model=folder,
+            skip_tokenizer_init=True,
+            checkpoint_format="HF",  # without it no input processor of a model is looked for
+            tensor_parallel_size=settings.tensor_parallel,
+            dtype=settings.dtype,
+            max_batch_size=plan.max_batch_size,
+            max_seq_len=plan.max_seq_len,
+            max_num_tokens=plan.max_num_tokens,
+            enable_chunked_prefill=False,
+            cuda_graph_config=None,  # its graphs refuse tensors of ours and multi-item prompts
+            kv_cache_config=self.kv_cache_config(enable_block_reuse=False, **(kv_cache or {})),
+            **own,
+        )
 
     @property
     def missing(self) -> list[str]:

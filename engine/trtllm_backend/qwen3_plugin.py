@@ -43,7 +43,7 @@ _OF_THE_RUNNER = ("seq_lens", "multi_item_part_lens", "text_token_indices", "mm_
 _loaded: list[weakref.ref[Any]] = []
 
 
-class SoftTokenInput(BaseMultimodalInputProcessor):  # type: ignore[misc]
+class SoftTokenInput(BaseMultimodalInputProcessor):  # type: ignore[misc]  # the library has no types
     """Turns a request with vectors into token ids and what stands at its placeholders.
 
     The prompt arrives as token ids: nothing is tokenised here and no tokenizer is needed.
@@ -128,7 +128,7 @@ class SoftTokenInput(BaseMultimodalInputProcessor):  # type: ignore[misc]
     ),
 )
 @register_auto_model(ARCHITECTURE)
-class NightshelfQwen3ForCausalLM(Qwen3ForCausalLM):  # type: ignore[misc]
+class NightshelfQwen3ForCausalLM(Qwen3ForCausalLM):  # type: ignore[misc]  # the library has no types
     """Qwen3 whose input may hold vectors and whose output may be hidden states."""
 
     def __init__(self, model_config: Any) -> None:

@@ -23,7 +23,7 @@ from engine.token_tree import build_token_tree
 from engine.torch_backend import TorchBackend
 from engine.torch_backend.lean import _is_plain, _norm, use_lean_layers
 from schemas.requests import Ragged
-from tests.factories import bound_space, prompts_of, random_codes, random_prompts
+from tests.factories import TINY_DECODER, bound_space, prompts_of, random_codes, random_prompts
 
 CPU = torch.device("cpu")
 MODELS = {
@@ -41,17 +41,7 @@ MODELS = {
 
 def save(folder, config_class, model_class, more):
     torch.manual_seed(1)
-    config = config_class(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        **more,
-    )
+    config = config_class(**TINY_DECODER, head_dim=8, **more)
     model = model_class(config)
     with torch.no_grad():
         for parameter in model.parameters():

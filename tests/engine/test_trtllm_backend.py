@@ -29,6 +29,7 @@ from schemas.settings import EngineSettings, TrtllmSettings
 from tests.cases.helpers import CPU, pack, write_projector
 from tests.engine.oracle import Oracle
 from tests.factories import (
+    TINY_DECODER,
     bound_space,
     prompts_of,
     random_codes,
@@ -238,16 +239,7 @@ def test_beams_and_candidates_agree_for_users_with_vectors(start, model_folder):
 def llama(folder: Path) -> str:
     """A decoder that our plug-in does not extend."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
+    config = LlamaConfig(**TINY_DECODER, tie_word_embeddings=False)
     LlamaForCausalLM(config).save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)

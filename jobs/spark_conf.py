@@ -18,7 +18,7 @@ Conf = Callable[[str], str | None]  # the value of a Spark setting, None where i
 
 def gpus_per_worker(config: RunConfig) -> int:
     """GPUs that one engine takes."""
-    return int(getattr(config.engine, "tensor_parallel", 1))
+    return config.engine.tensor_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import polars as pl
 
-from pipelines import files
+from pipelines import files, input_files
 from pipelines.frames import reading
 from pipelines.prepare import SHARD, shard_column, shards_of
 from pipelines.shard_columns import id_dtype, scan
@@ -101,11 +101,11 @@ class Segments:
             ConfigError: there is no such column.
             TableError: a file is gone, or its ids are of another type.
         """
-        named = None if path is None else files.list_parquet(path, "users")
+        named = None if path is None else input_files.list_parquet(path, "users")
         paths = named or [file.path for file in plan.inputs["users"].files]
         frames = []
         for one in paths:
-            _, schema = files.describe_file(one, "users")
+            _, schema = input_files.describe_file(one, "users")
             for name in ("user_id", column):
                 if name not in schema.names:
                     raise ConfigError(

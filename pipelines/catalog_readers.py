@@ -28,7 +28,7 @@ import pyarrow.csv
 from numpy.typing import NDArray
 
 from engine.checkpoint import safetensors_header
-from pipelines import files
+from pipelines import files, input_files
 from schemas.errors import CatalogError, StorageError, TableError, quoted
 from schemas.runs import InputFile
 from schemas.semantic_ids import BoundSidSpace, SidSpace
@@ -64,7 +64,7 @@ def list_catalog(path: str) -> list[str]:
             where=path,
         )
     if suffix not in _READERS or suffix == ".parquet":
-        return files.list_parquet(path, "catalog")
+        return input_files.list_parquet(path, "catalog")
     found = [p for p in _matches(path) if not p.endswith(".item.json")]
     if not found:
         raise TableError("catalog: nothing is at the path", expected=f"a {suffix} file", where=path)
@@ -88,7 +88,7 @@ def describe_catalog(path: str, space: SidSpace, bind: Bind) -> tuple[InputFile,
         TableError: the file does not have the layout its name promises.
     """
     if _suffix(path) == ".parquet":
-        described, schema = files.describe_file(path, "catalog")
+        described, schema = input_files.describe_file(path, "catalog")
         return described, pa.schema([schema.field(i).with_name(n) for i, n in _names(schema)])
     table = read_file(path, space, bind)
     size, version = _version(path)
@@ -122,7 +122,7 @@ def read_file(path: str, space: SidSpace, bind: Bind | None = None) -> pa.Table:
         return _READERS[_suffix(path)](path, space, bind)
     except (OSError, StorageError) as err:
         if files.is_damage(err):
-            raise files.unreadable("catalog", path, err.__cause__ or err) from err
+            raise input_files.unreadable("catalog", path, err.__cause__ or err) from err
         if isinstance(err, StorageError):
             raise
         raise StorageError("a file cannot be read", got=_line(err), where=path) from err

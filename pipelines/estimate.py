@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from engine.projector_spec import read_projector_spec
 from engine.tokenizer import Tokenizer, load_tokenizer
-from pipelines import files
+from pipelines import files, input_files
 from pipelines.profile import published_marker
 from schemas.runs import InputTable, RunPlan
 from schemas.settings import RunConfig
@@ -96,7 +96,7 @@ def _prompt_tokens(plan: RunPlan) -> tuple[float, int]:
     """Mean tokens of a prompt, and how many of them are the same for all."""
     config = plan.config
     template, tokenizer = config.prompt.parsed, load_tokenizer(config)
-    head = files.read_head(plan.inputs["users"].files[0].path, _SAMPLE)
+    head = input_files.read_head(plan.inputs["users"].files[0].path, _SAMPLE)
     total, static = 0.0, 0
     for place, segment in enumerate(template.segments):
         size = _segment_tokens(config, segment, head, tokenizer)
@@ -134,7 +134,7 @@ def _candidates(plan: RunPlan) -> int:
         table = plan.inputs["users"]
     if table is None:
         return 0
-    head = files.read_head(table.files[0].path, _SAMPLE)
+    head = input_files.read_head(table.files[0].path, _SAMPLE)
     shape = candidate_shape(head.schema, table.files[0].path)
     users = plan.inputs["users"].rows
     if shape == "long":

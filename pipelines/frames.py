@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines import files
+from pipelines import files, input_files
 from schemas.errors import StorageError
 
 
@@ -39,7 +39,7 @@ def reading(table: str, paths: Sequence[str]) -> Iterator[None]:
     except (OSError, pa.ArrowException, pl.exceptions.PolarsError, StorageError) as err:
         for path in paths:  # polars does not say which file it was
             if (why := _damage(path)) is not None:
-                raise files.unreadable(table, path, why) from err
+                raise input_files.unreadable(table, path, why) from err
         raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from engine.tokenizer import bind_space, load_tokenizer, vocab_size
-from pipelines import files
+from pipelines import files, input_files
 from pipelines.catalog import Catalog, open_catalog, read_catalog, read_text_catalog
 from pipelines.catalog_readers import describe_catalog, list_catalog
 from schemas.eligibility import attributes
@@ -30,7 +30,9 @@ def catalog_dir(plan: RunPlan) -> str:
 def list_items(config: RunConfig) -> list[str]:
     """The catalog's files."""
     path = catalog_path(config)
-    return list_catalog(path) if config.sid is not None else files.list_parquet(path, "catalog")
+    return (
+        list_catalog(path) if config.sid is not None else input_files.list_parquet(path, "catalog")
+    )
 
 
 def describe_items(config: RunConfig, file: str) -> tuple[InputFile, pa.Schema]:
@@ -38,7 +40,7 @@ def describe_items(config: RunConfig, file: str) -> tuple[InputFile, pa.Schema]:
     if config.sid is None:
         if not file.endswith(".parquet"):
             raise TableError("catalog: items named by text are read from Parquet", where=file)
-        return files.describe_file(file, "catalog")
+        return input_files.describe_file(file, "catalog")
     return describe_catalog(file, config.space, lambda: bind_space(config, load_tokenizer(config)))
 
 

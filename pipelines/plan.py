@@ -16,7 +16,7 @@ import pyarrow as pa
 from engine.projector_spec import read_projector_spec
 from engine.registry import check_backend
 from engine.tokenizer import check_model, load_tokenizer
-from pipelines import files
+from pipelines import files, input_files
 from pipelines.eligibility import check_types
 from pipelines.items import describe_items, items_contract, list_items
 from pipelines.publish import check_output
@@ -156,12 +156,14 @@ def tables_read(config: RunConfig) -> dict[str, str]:
 
 def list_table(config: RunConfig, name: str, path: str) -> list[str]:
     """The files of one table."""
-    return list_items(config) if name == "catalog" else files.list_parquet(path, name)
+    return list_items(config) if name == "catalog" else input_files.list_parquet(path, name)
 
 
 def describe_input(config: RunConfig, name: str, file: str) -> tuple[InputFile, pa.Schema]:
     """Size, rows, version and Arrow schema of one file of a table."""
-    return describe_items(config, file) if name == "catalog" else files.describe_file(file, name)
+    return (
+        describe_items(config, file) if name == "catalog" else input_files.describe_file(file, name)
+    )
 
 
 def contract_of(config: RunConfig, name: str, *, by_segment: bool) -> TableContract:
@@ -319,7 +321,7 @@ def vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int |
         return wanted
     if fixed is not None:
         return int(fixed)
-    lengths = files.first_list_lengths(users.files[0].path, "embedding")
+    lengths = input_files.first_list_lengths(users.files[0].path, "embedding")
     return int(np.bincount(lengths).argmax()) if len(lengths) else 1
 
 

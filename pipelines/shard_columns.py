@@ -9,7 +9,7 @@ from __future__ import annotations
 import polars as pl
 import pyarrow as pa
 
-from pipelines import files
+from pipelines import input_files
 from schemas.eligibility import user_columns
 from schemas.runs import RunPlan
 from schemas.tables import (
@@ -86,7 +86,7 @@ def first_users(plan: RunPlan, paths: list[str], rows: int) -> pa.Table:
     sources = ["user_id", *dict.fromkeys(_source(plan, column) for column in columns)]
     frames = []
     for path in paths:
-        head = pl.from_arrow(files.read_head(path, rows, sources))
+        head = pl.from_arrow(input_files.read_head(path, rows, sources))
         assert isinstance(head, pl.DataFrame), "a table is a frame"
         typed = shard_columns(plan, head.lazy(), columns).collect()
         frames.append(typed.with_columns(pl.lit(path).alias(FILE)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pyarrow as pa
 
-from pipelines import files
+from pipelines import files, input_files
 from pipelines.frames import reading
 from pipelines.prepare import candidate_sets_path
 from pipelines.shard_columns import (
@@ -78,7 +78,7 @@ def check_as_planned(plan: RunPlan, shard: Shard) -> None:
     """Raise `RunError` when a file of a self-contained table is not the one that was planned with:
     no copy was made of it, so a file that is replaced is another input.
     """
-    found, _ = files.describe_file(shard.path, "users")
+    found, _ = input_files.describe_file(shard.path, "users")
     if found.version != plan.inputs["users"].files[shard.index].version:
         raise RunError(
             "a file of the users table has changed since the run was planned",

@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 import pyarrow as pa
 
-from pipelines import files
+from pipelines import input_files
 from pipelines.by_shard import ByShard, same_id_type
 from pipelines.frames import reading
 from pipelines.shard_columns import id_dtype, scan
@@ -28,7 +28,7 @@ class Truth:
             TableError: a column is missing, or of another type than the run's; a weight is
                 negative or not a number.
         """
-        paths = files.list_parquet(path, "truth")
+        paths = input_files.list_parquet(path, "truth")
         frame = pl.concat([_pairs(plan, one) for one in paths])
         self.path = path
         with reading("truth", paths):
@@ -52,7 +52,7 @@ class Truth:
 def read_interactions(plan: RunPlan, path: str, table: str) -> pl.LazyFrame:
     """The item ids of an interactions table, long or wide: one row each."""
     frames = []
-    for one in files.list_parquet(path, table):
+    for one in input_files.list_parquet(path, table):
         shape, schema = _shape(one, table)
         column = "item_ids" if shape == "wide" else "item_id"
         kind = id_type(schema.field(column).type)
@@ -65,7 +65,7 @@ def read_interactions(plan: RunPlan, path: str, table: str) -> pl.LazyFrame:
 
 
 def _shape(path: str, table: str) -> tuple[TruthShape, pa.Schema]:
-    _, schema = files.describe_file(path, table)
+    _, schema = input_files.describe_file(path, table)
     for shape, contract in TRUTH.items():
         if {c.name for c in contract.columns if c.required} <= set(schema.names):
             TableContract(table, contract.columns).check(schema, path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from pipelines import files
+from pipelines import input_files
 from pipelines.frames import reading
 from schemas.errors import TableError, quoted
 from schemas.runs import InputTable
@@ -58,7 +58,7 @@ def _look_in_all(table: InputTable) -> None:
 
 def _apart(paths: list[str]) -> bool:
     """Whether the statistics of `user_id` prove that no two files share a user."""
-    ranges = [files.column_range(path, "user_id") for path in paths]
+    ranges = [input_files.column_range(path, "user_id") for path in paths]
     known = sorted(found for found in ranges if found is not None)
     if len(known) < len(paths):
         return False

@@ -14,7 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines import files
+from pipelines import input_files
 from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.prompts import check_prompts
 from pipelines.preflight.tables import TableSeen, TablesSeen
@@ -175,7 +175,7 @@ def _check_items_of(table: TableSeen, item_ids: pa.Array, findings: Findings) ->
     parts: list[pa.Array] = []
     for path in paths:
         whole = [name for name in ("user_id", column) if name in table.schema.names]
-        values = files.read_head(path, rows, whole).column(column)
+        values = input_files.read_head(path, rows, whole).column(column)
         parts += (pc.list_flatten(values) if is_list(values.type) else values).drop_null().chunks
     kind = ID_TYPES[id_type(item_ids.type)]
     if all(id_type(part.type) == id_type(item_ids.type) for part in parts):

@@ -13,7 +13,7 @@ import pyarrow as pa
 from engine.projector_spec import read_projector_spec
 from engine.sid_vocabulary import model_facts, read_vocabulary
 from engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
-from pipelines import files
+from pipelines import files, input_files
 from pipelines.catalog_readers import list_catalog
 from pipelines.propose.config import Found, config_text
 from pipelines.propose.sids import SidGuess, guess_sids, plain_ids
@@ -107,7 +107,7 @@ def _items_of_texts(paths: list[str]) -> tuple[pa.Array, tuple[str, ...]]:
     columns: tuple[str, ...] = ()
     parts = []
     for path in paths:
-        _, schema = files.describe_file(path, "catalog")
+        _, schema = input_files.describe_file(path, "catalog")
         TableContract("catalog", (Column("item_id", ID),)).check(schema, path)
         columns = columns or tuple(schema.names)
         parts.append(plain_ids(files.read_parquet(path, ["item_id"]).column("item_id")))

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines import files
+from pipelines import input_files
 from schemas.errors import TableError
 from schemas.tables import (
     EXCLUSIONS,
@@ -51,13 +51,13 @@ def guess_users(path: str, item_type: str | None) -> UsersGuess:
     Raises:
         TableError: it is missing or empty, or has no user_id.
     """
-    paths = files.list_parquet(path, "users")
-    infos = [files.describe_file(one, "users") for one in paths]
+    paths = input_files.list_parquet(path, "users")
+    infos = [input_files.describe_file(one, "users") for one in paths]
     schema, rows = infos[0][1], sum(info.rows for info, _ in infos)
     TableContract("users", (Column("user_id", ID),)).check(schema, paths[0])
     if rows == 0:
         raise TableError("users: the table is empty", expected="at least one user", where=path)
-    head = files.read_head(next(i.path for i, _ in infos if i.rows), _SAMPLE)
+    head = input_files.read_head(next(i.path for i, _ in infos if i.rows), _SAMPLE)
     ignored: list[str] = []
 
     def has(name: str, kind: Column) -> bool:
@@ -113,8 +113,8 @@ def guess_candidates(path: str, users: UsersGuess, item_type: str) -> CandidateS
     Raises:
         TableError: none of the known ones, or ids of another type than in the other tables.
     """
-    file = files.list_parquet(path, "candidates")[0]
-    _, schema = files.describe_file(file, "candidates")
+    file = input_files.list_parquet(path, "candidates")[0]
+    _, schema = input_files.describe_file(file, "candidates")
     shape = candidate_shape(schema, file)
     if shape == "segment" and not users.has_segment:
         raise TableError(
@@ -128,8 +128,8 @@ def guess_candidates(path: str, users: UsersGuess, item_type: str) -> CandidateS
 
 def check_exclusions(path: str, users: UsersGuess, item_type: str) -> None:
     """Raise `TableError` when the exclusions cannot be used."""
-    file = files.list_parquet(path, "exclusions")[0]
-    _, schema = files.describe_file(file, "exclusions")
+    file = input_files.list_parquet(path, "exclusions")[0]
+    _, schema = input_files.describe_file(file, "exclusions")
     EXCLUSIONS.check(schema, file)
     _check_ids(schema, file, "exclusions", users.id_type, item_type)
 
@@ -151,7 +151,7 @@ def guess_text_column(file: str) -> str | None:
     """The column that names items by text, where a catalog has no semantic IDs; else None."""
     if not file.endswith(".parquet"):
         return None  # the other layouts all hold semantic IDs
-    _, schema = files.describe_file(file, "catalog")
+    _, schema = input_files.describe_file(file, "catalog")
     if "sid" in schema.names:
         return None
     named = [n for n in ("text", "title") if n in schema.names]

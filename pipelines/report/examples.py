@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipelines import files
+from pipelines import files, input_files
 from pipelines.items import open_items, titles
 from pipelines.prepare import shard_of, shards_of
 from pipelines.profile import load_sample, user_hashes
@@ -159,14 +159,14 @@ def _as_planned(plan: RunPlan, shard: Shard) -> bool:
         return False
     if not plan.config.inputs.self_contained:
         return True
-    version = files.describe_file(shard.path, "users")[0].version
+    version = input_files.describe_file(shard.path, "users")[0].version
     return version == plan.inputs["users"].files[shard.index].version
 
 
 def _prompts_of(plan: RunPlan, path: str, users: pl.Series) -> pl.DataFrame:
     """Columns of a shard that prompts show; of a user that stands twice the row that was used."""
     template = plan.config.prompt.parsed
-    schema = files.describe_file(path, "users")[1]
+    schema = input_files.describe_file(path, "users")[1]
     named = dict.fromkeys(name for name in (*template.columns, "segment") if name != "user_id")
     fields = [name for name in named if name in schema.names]
     history = ["history"] if template.uses("history") else []

@@ -14,7 +14,7 @@ import pytest
 from fsspec import AbstractFileSystem
 from polars.testing import assert_frame_equal
 
-from pipelines import files
+from pipelines import files, input_files
 from tests.cases.helpers import PARTITION, published
 from tests.factories import write_config, write_inputs
 
@@ -79,11 +79,14 @@ def test_files_written_since_the_last_look_are_planned(store, tmp_path):
     table = pa.table({"user_id": ["u1"]})
     pq.write_table(table, tmp_path / "1.parquet")
     url = f"store://{tmp_path}"
-    assert [Path(p).name for p in files.list_parquet(url, "users")] == ["1.parquet"]
+    assert [Path(p).name for p in input_files.list_parquet(url, "users")] == ["1.parquet"]
     pq.write_table(table, tmp_path / "2.parquet")
     fs, inside = files.filesystem(url)
     assert len(fs.ls(inside)) == 1, "the store does list from memory"
-    assert [Path(p).name for p in files.list_parquet(url, "users")] == ["1.parquet", "2.parquet"]
+    assert [Path(p).name for p in input_files.list_parquet(url, "users")] == [
+        "1.parquet",
+        "2.parquet",
+    ]
     assert not files.exists(f"{url}/3.parquet")
     (tmp_path / "3.parquet").touch()
     assert files.exists(f"{url}/3.parquet")

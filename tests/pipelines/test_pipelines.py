@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import files
+from pipelines import files, input_files
 from pipelines.audit import audit_run
 from pipelines.catalog import Catalog, is_saved, open_catalog, read_catalog, read_codes
 from pipelines.plan import plan_run
@@ -55,12 +55,12 @@ def test_hidden_and_temporary_files_are_not_inputs(tmp_path):
             pq.write_table(table, path)
         else:
             path.touch()
-    found = files.list_parquet(str(tmp_path), "users")
+    found = input_files.list_parquet(str(tmp_path), "users")
     assert [str(Path(f).relative_to(tmp_path)) for f in found] == [
         "a.parquet", "b.parquet", "ds=2026-01-01/e.parquet",
     ]  # fmt: skip
-    assert files.list_parquet(str(tmp_path / "a*.parquet"), "users") == [found[0]]
-    assert files.list_parquet(found[0], "users") == [found[0]]
+    assert input_files.list_parquet(str(tmp_path / "a*.parquet"), "users") == [found[0]]
+    assert input_files.list_parquet(found[0], "users") == [found[0]]
 
 
 def test_listings_are_fresh_on_file_systems_that_cache():
@@ -72,10 +72,10 @@ def test_listings_are_fresh_on_file_systems_that_cache():
     pq.write_table(pa.table({"a": [1]}), sink)
     content = sink.getvalue().to_pybytes()
     fs.pipe_file("/fresh/a.parquet", content)
-    assert len(files.list_parquet("memory://fresh", "users")) == 1
+    assert len(input_files.list_parquet("memory://fresh", "users")) == 1
     fs.pipe_file("/fresh/b.parquet", content)
-    assert len(files.list_parquet("memory://fresh", "users")) == 2
-    described, schema = files.describe_file("memory://fresh/b.parquet", "users")
+    assert len(input_files.list_parquet("memory://fresh", "users")) == 2
+    described, schema = input_files.describe_file("memory://fresh/b.parquet", "users")
     assert described.rows == 1
     assert schema.names == ["a"]
 

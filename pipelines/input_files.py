@@ -1,0 +1,160 @@
+"""Input tables as files: what is at a path, its schema and statistics, and its first rows.
+
+Parquet that somebody else wrote. A run's own files are read and written by pipelines/files.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipelines.files import filesystem, first_line, is_damage, retried
+from schemas.errors import TableError
+from schemas.runs import InputFile
+
+
+def _hidden(relative: str) -> bool:
+    return any(
+        part.startswith((".", "_")) and "=" not in part for part in PurePosixPath(relative).parts
+    )
+
+
+@retried
+def list_parquet(path: str, table: str) -> list[str]:
+    """The Parquet files a path names: a file, a folder (recursively) or a glob; sorted, listed
+    fresh.
+
+    Hidden files and everything below hidden folders (`_temporary`, `.staging`) are left out.
+
+    Raises:
+        TableError: nothing is there.
+    """
+    fs, inside = filesystem(path)
+    fs.invalidate_cache()
+    if any(char in inside for char in "*?["):
+        root = inside.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0]
+        found = [p for p in fs.glob(inside) if not fs.isdir(p)]
+    elif fs.isdir(inside):
+        root, found = inside, fs.find(inside)
+    elif fs.exists(inside):
+        root, found = inside.rpartition("/")[0], [inside]
+    else:
+        raise TableError(
+            f"{table}: nothing is at the path",
+            expected="a Parquet file, a folder of them, or a glob",
+            where=path,
+        )
+    kept = [
+        p for p in sorted(found) if p.endswith(".parquet") and not _hidden(os.path.relpath(p, root))
+    ]
+    if not kept:
+        raise TableError(
+            f"{table}: no Parquet file is at the path",
+            expected="files ending in .parquet",
+            got=f"{len(found)} other files" if found else "an empty folder",
+            where=path,
+        )
+    return [str(fs.unstrip_protocol(p)) if "://" in path else str(p) for p in kept]
+
+
+@retried
+def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
+    """Size, rows, version and Arrow schema of one Parquet file.
+
+    Raises:
+        TableError: the file is empty or not Parquet.
+    """
+    fs, inside = filesystem(path)
+    try:
+        info = fs.info(inside)
+        if info["size"] == 0:
+            raise TableError(
+                f"{table}: the file is empty (0 bytes)", expected="a Parquet file", where=path
+            )
+        with fs.open(inside, "rb") as handle:
+            parquet = pq.ParquetFile(handle)
+            rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
+    except (OSError, pa.ArrowException) as err:
+        raise TableError(
+            f"{table}: the file cannot be read as Parquet", got=first_line(err), where=path
+        ) from err
+    version = info.get("ETag") or info.get("etag") or f"{info['size']}-{info.get('mtime', 0):.6f}"
+    return InputFile(path=path, bytes=info["size"], rows=rows, version=str(version)), schema
+
+
+def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np.int64]:
+    """Lengths of the non-empty lists among the first rows of a Parquet file."""
+    fs, inside = filesystem(path)
+    with fs.open(inside, "rb") as handle:
+        parquet = pq.ParquetFile(handle, pre_buffer=False)
+        batches = parquet.iter_batches(batch_size=rows, columns=[column], use_threads=False)
+        first = next(batches, None)
+        if first is None:
+            return np.empty(0, dtype=np.int64)
+        lengths = pc.list_value_length(first.column(0)).drop_null().to_numpy()
+    found: NDArray[np.int64] = lengths[lengths > 0].astype(np.int64)
+    return found
+
+
+@contextmanager
+def _rows_of_input(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as err:
+        if not is_damage(err):
+            raise
+        raise unreadable("", path, err) from err
+
+
+def unreadable(table: str, path: str, error: BaseException) -> TableError:
+    """The error of an input file whose rows cannot be decoded."""
+    return TableError(
+        f"{table}: rows cannot be read" if table else "rows of an input file cannot be read",
+        expected="a whole Parquet file",
+        got=first_line(error),
+        where=path,
+        do="The file is damaged: write it again.",
+    )
+
+
+@retried
+def column_range(path: str, column: str) -> tuple[Any, Any] | None:
+    """Smallest and largest value of a column by the file's statistics; None where they are silent.
+
+    Bounds hold even where a writer cut long texts short.
+    """
+    fs, inside = filesystem(path)
+    with fs.open(inside, "rb") as handle:
+        footer = pq.ParquetFile(handle, pre_buffer=False).metadata
+    leaves = [footer.schema.column(i).path for i in range(len(footer.schema))]
+    at = leaves.index(column)  # a struct before it may have a field of that name
+    groups = (footer.row_group(i).column(at) for i in range(footer.num_row_groups))
+    ranges = []
+    for group in groups:
+        found = group.statistics
+        if found is None or not found.has_min_max:
+            return None
+        ranges.append((found.min, found.max))
+    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
+
+
+@retried
+def read_head(path: str, rows: int, columns: list[str] | None = None) -> pa.Table:
+    """The first rows of a Parquet file, at most as many."""
+    fs, inside = filesystem(path)
+    with _rows_of_input(path), fs.open(inside, "rb") as handle:
+        parquet = pq.ParquetFile(handle, pre_buffer=False)
+        # Without threads: one that still reads ahead when the process ends takes it down.
+        batches = parquet.iter_batches(batch_size=rows, columns=columns, use_threads=False)
+        batch = next(batches, None)
+        schema = parquet.schema_arrow
+    return schema.empty_table() if batch is None else pa.Table.from_batches([batch])

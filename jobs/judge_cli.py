@@ -12,12 +12,12 @@ from jobs.inspect import published_plan
 from jobs.judge_printing import print_comparison, print_evaluation
 from jobs.options import DebugOption, DsOption, Output, OutputOption, SetOption, guard, stderr
 from jobs.progress import AnyProgress, open_progress
-from jobs.run import load_plan, plan_path, receipts_of
+from jobs.run import all_receipts, load_plan, plan_path
 from pipelines import files
 from pipelines.compare import CompareOptions, Limits, ScoredRun, compare_runs
 from pipelines.evaluate import EvaluateOptions, evaluate_run
 from schemas.config_file import load_config
-from schemas.errors import ComparisonRefusedError, ConfigError, RunError, quoted
+from schemas.errors import ComparisonRefusedError, ConfigError, quoted
 from schemas.runs import RunPlan, ShardReceipt
 
 judge = typer.Typer(no_args_is_help=True)
@@ -168,22 +168,10 @@ def _the_run(target: str, ds: str | None, set_: list[str] | None) -> RunPlan:
 
 
 def _receipts(plan: RunPlan) -> list[ShardReceipt]:
-    """The receipts of every shard, whose files are there.
-
-    Raises:
-        RunError: shards are missing.
-    """
-    receipts = receipts_of(plan)
-    if len(receipts) < plan.num_shards:
-        raise RunError(
-            "the run's rows are not all there",
-            expected=f"{plan.num_shards} scored shards",
-            got=f"{len(receipts)}",
-            where=plan.run_dir,
-            do="Score the run to its end; of a run that `nightshelf gc` has cleared no rows are "
-            "left.",
-        )
-    return receipts
+    return all_receipts(
+        plan,
+        "Score the run to its end; of a run that `nightshelf gc` has cleared no rows are left.",
+    )
 
 
 def _depths(text: str | None) -> tuple[int, ...] | None:

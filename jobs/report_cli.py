@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from jobs.launchers import LauncherOption, open_launcher
+from jobs.launchers import LauncherOption
 from jobs.options import (
     DebugOption,
     DsOption,
@@ -23,9 +23,7 @@ from jobs.options import (
 from jobs.progress import open_progress
 from jobs.run import load_manifest, report_of
 from jobs.run_lock import only_run_of
-from jobs.steps_cli import RunIdOption, TargetArg, the_plan
-from pipelines.plan import plan_run
-from schemas.settings import RunConfig
+from jobs.steps_cli import RunIdOption, TargetArg, the_run
 
 
 def report(
@@ -48,11 +46,11 @@ def report(
     """
 
     def body() -> None:
-        plan = the_plan(target, run_id, ds, set_, same_model=False)
-        if isinstance(plan, RunConfig):
-            with open_launcher(launcher, plan) as chosen:
-                plan = plan_run(chosen.locate(plan))
-        with only_run_of(plan), open_progress(stderr(), log_format) as progress:
+        with (
+            the_run(target, run_id, ds, set_, launcher, same_model=False) as (plan, _),
+            only_run_of(plan),
+            open_progress(stderr(), log_format) as progress,
+        ):
             progress.step("report")
             manifest = report_of(load_manifest(plan), users or [])
         if output is Output.json:

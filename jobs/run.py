@@ -154,7 +154,7 @@ def audit_step(plan: RunPlan, progress: Progress, clock: Clock) -> AuditReport:
         AuditRefusedError: a gate refused.
     """
     progress.step("audit")
-    receipts = _all_receipts(plan)
+    receipts = all_receipts(plan)
     audit = audit_run(plan, receipts)
     files.write_json(_audit_path(plan), audit.model_dump(mode="json"))
     if audit.refused:
@@ -179,7 +179,7 @@ def publish_step(
         RunError: shards are missing, or the audit has not seen these.
         AuditRefusedError: it refused them.
     """
-    receipts = _all_receipts(plan)
+    receipts = all_receipts(plan)
     audit = _passed_audit(plan, receipts)
     changed = staged_files(plan, receipts)
     if not changed.passed:
@@ -215,14 +215,21 @@ def publish_step(
     return manifest
 
 
-def _all_receipts(plan: RunPlan) -> list[ShardReceipt]:
+def all_receipts(
+    plan: RunPlan, do: str = "Score it first: finished shards are kept."
+) -> list[ShardReceipt]:
+    """The receipts of every shard, whose files are there.
+
+    Raises:
+        RunError: shards are missing; `do` says what helps.
+    """
     receipts = receipts_of(plan)
     if len(receipts) < plan.num_shards:
         raise RunError(
             "not every shard is scored",
             got=f"{len(receipts)} of {plan.num_shards}",
             where=f"run {plan.run_id}, {plan.run_dir}",
-            do="Score it first: finished shards are kept.",
+            do=do,
         )
     return receipts
 

@@ -7,13 +7,14 @@ its id, so that a step cannot slip into another run when an input changes in bet
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from jobs.launchers import LauncherOption, open_launcher
+from jobs.launchers import LauncherName, LauncherOption, open_launcher
 from jobs.options import (
     DebugOption,
     DsOption,
@@ -118,6 +119,24 @@ def _at(settings: Any, key: list[str]) -> Any:
     return settings
 
 
+@contextmanager
+def the_run(
+    target: str,
+    run_id: str | None,
+    ds: str | None,
+    set_: list[str] | None,
+    launcher: LauncherName | None,
+    *,
+    same_model: bool = True,
+) -> Iterator[tuple[RunPlan, Launcher]]:
+    """`the_plan`, made where it is a configuration, and its launcher until the block ends."""
+    found = the_plan(target, run_id, ds, set_, same_model=same_model)
+    config = found if isinstance(found, RunConfig) else found.config
+    with open_launcher(launcher, config) as chosen:
+        plan = plan_run(chosen.locate(found)) if isinstance(found, RunConfig) else found
+        yield plan, chosen
+
+
 Step = Callable[[RunPlan, Launcher, AnyProgress, Output], None]
 
 
@@ -135,14 +154,12 @@ def _command(name: str, step: Step, words: str) -> None:
         debug: DebugOption = False,
     ) -> None:
         def body() -> None:
-            found = the_plan(target, run_id, ds, set_)
-            config = found if isinstance(found, RunConfig) else found.config
-            with open_launcher(launcher, config) as chosen:
-                plan = found
-                if isinstance(plan, RunConfig):
-                    plan = plan_run(chosen.locate(plan))
-                with only_run_of(plan), open_progress(stderr(), log_format) as progress:
-                    step(plan, chosen, progress, output)
+            with (
+                the_run(target, run_id, ds, set_, launcher) as (plan, chosen),
+                only_run_of(plan),
+                open_progress(stderr(), log_format) as progress,
+            ):
+                step(plan, chosen, progress, output)
 
         guard(body, output, debug, log_format)
 

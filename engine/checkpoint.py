@@ -8,6 +8,7 @@ name, dtype, shape and place of every tensor. Nothing else of the file is read h
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,6 +37,28 @@ class VocabularySizes:
         """The first id that some part of the model does not have."""
         known = [size for size in (self.config, self.embedding, self.head) if size is not None]
         return min(known, default=None)
+
+
+def lacking(folder: str) -> Iterator[EngineError]:
+    """What a folder lacks to be a checkpoint that any backend can load, each as its error."""
+    root = Path(folder)
+    if not (root / "config.json").is_file():
+        yield EngineError(
+            "the model folder is not a checkpoint",
+            expected="a config.json in it",
+            where=folder,
+            do="Save the model with save_pretrained(folder).",
+            field="engine.model",
+        )
+    if root.is_dir() and not list(root.glob("*.safetensors")):
+        yield EngineError(
+            "the model has no safetensors weights",
+            expected="*.safetensors (pickled weights are not loaded)",
+            got=", ".join(sorted(path.name for path in root.iterdir())[:10]) or "an empty folder",
+            where=folder,
+            do="Save the model with save_pretrained(folder).",
+            field="engine.model",
+        )
 
 
 def vocabulary_sizes(folder: str) -> VocabularySizes:

@@ -7,7 +7,6 @@ Safetensors only, no remote code, nothing from a hub. Generation settings of the
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from engine.checkpoint import lacking
 from engine.torch_backend.memory import ModelSizes
 from engine.torch_backend.tree_attention import ATTENTION_NAME
 from schemas.errors import EngineError, quoted
@@ -29,19 +29,8 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
         EngineError: no checkpoint, no safetensors, an architecture this transformers cannot load,
             missing weights, or a model whose attention is not the plain causal one we compute.
     """
-    path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise EngineError(
-            "the model folder is not a checkpoint", expected="a config.json in it", where=folder
-        )
-    if not list(path.glob("*.safetensors")):
-        raise EngineError(
-            "the model has no safetensors weights",
-            expected="*.safetensors (pickled weights are not loaded)",
-            got=", ".join(sorted(p.name for p in path.iterdir())),
-            where=folder,
-            do="Save it with save_pretrained(folder).",
-        )
+    for problem in lacking(folder):
+        raise problem
     quiet: Any = transformers_logging  # its functions carry no types
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()

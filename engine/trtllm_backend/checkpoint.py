@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from engine.checkpoint import lacking
 from engine.torch_backend.memory import ModelSizes
 from schemas.errors import EngineError, quoted
 from schemas.settings import EngineSettings
@@ -51,6 +52,8 @@ def read_checkpoint(settings: EngineSettings) -> CheckpointFacts:
         EngineError: no config.json, no safetensors, or a config without the sizes of a decoder.
     """
     folder = Path(settings.model or "")
+    for problem in lacking(str(folder)):
+        raise problem
     try:
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         heads = int(config["num_attention_heads"])
@@ -72,20 +75,13 @@ def read_checkpoint(settings: EngineSettings) -> CheckpointFacts:
             got=quoted(f"{type(err).__name__}: {err}"),
             where=str(folder),
         ) from err
-    weights = list(folder.glob("*.safetensors"))
-    if not weights:
-        raise EngineError(
-            "the model has no safetensors weights",
-            expected="*.safetensors (pickled weights are not loaded)",
-            where=str(folder),
-        )
     return CheckpointFacts(
         folder=str(folder),
         architecture=(config.get("architectures") or [""])[0],
         vocab_size=vocab_size,
         max_positions=int(config.get("max_position_embeddings") or 1 << 30),
         sizes=sizes,
-        weight_bytes=sum(path.stat().st_size for path in weights),
+        weight_bytes=sum(path.stat().st_size for path in folder.glob("*.safetensors")),
         quantised=_quantisation(folder, config),
     )
 

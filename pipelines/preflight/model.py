@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import safetensors_header
+from engine.checkpoint import lacking, safetensors_header
 from engine.projector_spec import ProjectorSpec, read_projector_spec
 from engine.registry import check_backend
 from engine.tokenizer import check_model, load_tokenizer
@@ -47,30 +47,10 @@ def check_engine(report: ConfigReport, config: RunConfig, findings: Findings) ->
 
 def _check_folder(folder: str, findings: Findings) -> None:
     """Files that only the device needs, and so nobody has looked for yet."""
-    root = Path(folder)
-    if not root.is_dir():
+    if not Path(folder).is_dir():
         return  # the tokenizer's check says it
-    if not (root / "config.json").is_file():
-        findings.add_error(
-            EngineError(
-                "the model has no config.json",
-                expected="a Hugging Face checkpoint folder",
-                where=folder,
-                do="Save it with model.save_pretrained(folder).",
-                field="engine.model",
-            )
-        )
-    if not list(root.glob("*.safetensors")):
-        findings.add_error(
-            EngineError(
-                "the model has no safetensors weights",
-                expected="*.safetensors (pickled weights are not loaded)",
-                got=", ".join(sorted(p.name for p in root.iterdir())[:10]) or "an empty folder",
-                where=folder,
-                do="Save it with model.save_pretrained(folder).",
-                field="engine.model",
-            )
-        )
+    for problem in lacking(folder):
+        findings.add_error(problem)
 
 
 def _check_vocabulary(config: RunConfig, findings: Findings) -> None:

@@ -341,6 +341,9 @@ def test_a_model_that_is_no_checkpoint_is_refused(start, tmp_path):
     with pytest.raises(EngineError, match="not a checkpoint"):
         start(model=str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(EngineError, match="no safetensors weights"):
+        start(model=str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(EngineError, match="not a checkpoint"):
         start(model=str(tmp_path))
 

@@ -171,7 +171,7 @@ def test_without_the_library_the_run_says_what_to_install(inputs, model_folder):
     done = run(configure(inputs, model_folder, workers=1), check=5, double=False)
     assert "needs TensorRT-LLM, which cannot be loaded" in done.stderr
     assert "nvcr.io/nvidia/tensorrt-llm/release:" in done.stderr
-    assert "pip install tensorrt_llm" in done.stderr
+    assert "install tensorrt_llm from NVIDIA's package index" in done.stderr
 
 
 def test_an_engine_that_cannot_start_says_why(inputs, model_folder, nightshelf, double):

@@ -25,6 +25,7 @@ from engine.torch_backend.model import (
     sizes_of,
 )
 from engine.torch_backend.passes import PrefixPass, TreePass, node_passes, prompt_passes
+from engine.torch_backend.varlen import find_kernel
 from schemas.errors import EngineError
 from schemas.requests import Ints
 from schemas.settings import EngineSettings, Pooling
@@ -43,6 +44,7 @@ class TorchBackend:
         self._independent = dtype == "float32" and device.type == "cpu"
         self._head = Head(head_of(self._model, folder), independent=self._independent)
         self._prefixes: dict[bytes, PrefixKV] = {}
+        self._kernel = find_kernel(device, _DTYPES[dtype], sizes_of(self._model).head_dim)
         config = self._model.config.get_text_config()
         weight = self._embed.weight
         assert isinstance(weight, Tensor), "an embedding has a weight"
@@ -115,6 +117,7 @@ class TorchBackend:
             self._facts.hidden_size,
             max_nodes,
             _DTYPES[self._facts.dtype],
+            self._kernel,
         )
         embedded = self._embed(self._put(prompts.token_ids))
         if prompts.soft_vectors is not None:

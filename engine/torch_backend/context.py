@@ -1,7 +1,8 @@
 """KV of a batch: the static prefix once, each prompt once, and tree nodes appended one after
 another.
 
-Legend: B prompts, L longest prompt, P static prefix, H KV heads, D head width, n nodes.
+Legend: B prompts, T their tokens, L longest prompt, P static prefix, H KV heads, D head width, n
+nodes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.row_tiles import LEAST_KEYS, padded
+from engine.torch_backend.varlen import Kernel, Segments
 from schemas.requests import Ints
 
 
@@ -36,12 +38,15 @@ class TorchContext:
         hidden_size: int,
         max_nodes: int,
         dtype: torch.dtype,
+        kernel: Kernel | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens  # [B] of each prompt, the prefix not counted; host
         self.lengths = torch.from_numpy(prompt_tokens).to(device)  # [B] the same on the device
         self.max_length = padded(int(prompt_tokens.max()), LEAST_KEYS)  # L
         self.prefix = prefix
-        self.prompt_keys: list[Tensor] = []  # per layer [B, H, L, D]
+        self.kernel = kernel  # of fused attention; None: there is none here
+        self.segments = None if kernel is None else _segments(self.lengths, self.max_length)
+        self.prompt_keys: list[Tensor] = []  # per layer [B, H, L, D]; [T, H, D] with a kernel
         self.prompt_values: list[Tensor] = []
         self.node_keys: list[Tensor] = []  # per layer [capacity, H, D]
         self.node_values: list[Tensor] = []
@@ -92,6 +97,11 @@ class TorchContext:
         self.prompt_keys[layer][prompts, :, :length] = keys.transpose(1, 2)
         self.prompt_values[layer][prompts, :, :length] = values.transpose(1, 2)
 
+    def keep_packed(self, keys: Tensor, values: Tensor) -> None:
+        """Store the KV `[T, H, D]` of all prompts at the next layer as it is."""
+        self.prompt_keys.append(keys.contiguous())
+        self.prompt_values.append(values.contiguous())
+
     def keep_nodes(self, layer: int, stored: slice, keys: Tensor, values: Tensor) -> None:
         """Store the KV `[n, H, D]` of the nodes being forwarded."""
         if layer == len(self.node_keys):
@@ -100,6 +110,11 @@ class TorchContext:
             self.node_values.append(keys.new_empty(shape))
         self.node_keys[layer][stored] = keys
         self.node_values[layer][stored] = values
+
+    def segments_of(self, prompt: Tensor, longest: int) -> Segments:
+        """Rows that are sorted by their `prompt` `[n]`, at most `longest` of each."""
+        counts = torch.zeros_like(self.lengths).index_add_(0, prompt, torch.ones_like(prompt))
+        return _segments(counts, longest)
 
     def place_nodes(self, order: Tensor) -> None:
         """The KV of the newest nodes will be stored in this order."""
@@ -117,3 +132,9 @@ class TorchContext:
             path.append(here)
         table = torch.stack(path, dim=1)
         return self.stored[torch.where(table >= 0, table, node[:, None])], table >= 0
+
+
+def _segments(counts: Tensor, longest: int) -> Segments:
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int32, device=counts.device)
+    starts[1:] = counts.cumsum(dim=0)
+    return Segments(starts, longest)

@@ -4,6 +4,8 @@ On a CPU a pass is about a thousand rows: its temporaries stay in the cache and 
 the allocator instead of the system (page faults of large temporaries cost more than the arithmetic
 on them), and a matmul is as fast at a thousand rows as at any more. On CUDA everything is one pass.
 
+With a fused kernel (varlen.py) the rows of a pass stay packed, sorted by prompt.
+
 Legend: B prompts, n rows of a pass, b prompts and S node slots of a block, A ancestors of a node.
 """
 
@@ -19,6 +21,7 @@ from torch import Tensor
 from engine.backend import NodeBatch
 from engine.row_tiles import LEAST_KEYS, TILE, padded, row_chunks
 from engine.torch_backend.context import PrefixKV, TorchContext
+from engine.torch_backend.varlen import Segments
 from schemas.requests import Ints
 
 ROWS_PER_THREAD = 1024  # of one pass on a CPU
@@ -41,7 +44,7 @@ class PromptPass:
     context: TorchContext
     prompts: slice
     rows: slice  # of the packed tokens
-    place: Tensor  # [n]
+    place: Tensor | None  # [n]; None: the rows stay packed
     length: int  # of the longest of these prompts, padded
     independent: bool
 
@@ -93,6 +96,7 @@ class NodePass:
     ancestors: Tensor  # [n, A] where the KV of each node's ancestors is, itself first
     is_ancestor: Tensor  # [n, A]
     blocks: list[Block]
+    segments: Segments | None = None  # whose the rows are, sorted by prompt; instead of blocks
 
     @property
     def num_rows(self) -> int:
@@ -105,6 +109,10 @@ TreePass = PrefixPass | PromptPass | NodePass
 
 def prompt_passes(context: TorchContext, offsets: Ints, independent: bool) -> Iterator[PromptPass]:
     """Whole prompts, in order, as many as fit a pass; a longer one has a pass of its own."""
+    if context.kernel is not None:
+        every, tokens = slice(0, len(offsets) - 1), slice(0, int(offsets[-1]))
+        yield PromptPass(context, every, tokens, None, context.max_length, independent)
+        return
     most = _most_rows(context)
     first = 0
     while first < len(offsets) - 1:
@@ -122,16 +130,22 @@ def prompt_passes(context: TorchContext, offsets: Ints, independent: bool) -> It
 def node_passes(context: TorchContext, nodes: NodeBatch, independent: bool) -> Iterator[NodePass]:
     """The nodes of one call, of which the context holds the parents already.
 
-    On a CPU they go prompt by prompt, parents first, so that a pass meets few prompts. Elsewhere
-    they stay as they are, in one block over all prompts, and nothing waits for the device.
+    On a CPU, and for fused attention, they go prompt by prompt, parents first, so that a pass meets
+    few prompts. Else they stay as they are, in one block over all prompts. On a GPU nothing waits
+    for the device.
     """
     count, first = len(nodes.token), context.num_nodes
-    if _on_cpu(context):
+    if _on_cpu(context) or context.kernel is not None:
         order = torch.argsort(nodes.prompt * (nodes.max_depth + 1) + nodes.depth, stable=True)
     else:
         order = torch.arange(count, device=context.lengths.device)
     context.place_nodes(order)
     ancestors, is_ancestor = context.ancestors(count, nodes.max_depth)
+    if context.kernel is not None:
+        segments = context.segments_of(nodes.prompt, nodes.num_slots)
+        stored, ancestors = slice(first, first + count), ancestors[order]
+        yield NodePass(context, order, stored, ancestors, is_ancestor[order], [], segments)
+        return
     for part in row_chunks(count, _most_rows(context)):
         some = order[part]
         if _on_cpu(context):

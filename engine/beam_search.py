@@ -1,34 +1,38 @@
 """Trie-constrained beam search with a certificate of exactness.
 
 The tree of beams only grows: a step appends W nodes per prompt, an ancestor table says who sees
-whom, and no KV is copied. Candidates are the children in the catalog's trie, so no invalid semantic
-ID can appear; they are masked before selection; and every step has a shape known before it starts,
-so that nothing waits for the device inside the loop.
+whom, and no KV is copied. Nothing waits for the device while levels are searched.
 
 Certificate: every log-probability is <= 0, so no descendant of a dropped prefix can beat that
 prefix. If the k-th result scores above the best prefix ever dropped, the top k is the model's exact
 top k over the whole catalog.
 
+By the same bound the last level is not read whole. Its prefixes are forwarded best first, in parts,
+until no other can reach the k-th result found; the results are those of all W. A wide beam, which
+the levels before it need for the certificate, costs its width only there.
+
 Sources: beams as one shared context plus ancestor indices: NVIDIA recsys-examples
 `sid-gr-inference` and xGR (arXiv 2512.11529); constraint by CSR trie: STATIC (arXiv 2602.22647).
-The certificate is ours.
+The certificate and the bounded last level are ours; the bound is A*'s.
 
-Legend: B prompts, W beams of a prompt at this level, M child slots of a prompt (an upper bound), K
-results.
+Legend: B prompts, W beams of a prompt at this level, K results.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from engine.backend import Backend, Context, NodeBatch, Targets
+from engine.backend import Backend, Context
+from engine.beam_step import Front, Mask, Pool, SegmentMask, expand, forward, root, select
 from engine.device_trie import DeviceTrie
-from engine.quotas import beams_per_group, place_in_group
+from engine.quotas import beams_per_group
+from engine.row_tiles import TILE, padded
 
-_LOW = 0xFFFFFFFF
+_LEAST_ROWS = {"cpu": 512, "cuda": 4096}  # of a part of the last level; fewer are slow matmuls
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,42 +43,8 @@ class Beams:
     score: Tensor  # [B, K] float32
     pruned: Tensor  # [B] best score of any dropped prefix; -inf: nothing was dropped
     legal_mass: Tensor  # [B]; NaN unless the norm is full_vocab
-    failed: Tensor  # [B] bool: a NaN appeared
-    rows: int  # nodes forwarded per prompt
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentMask:
-    """Which trie nodes each segment of prompts may enter (engine/exclusions.py, `EligibleTrie`)."""
-
-    alive: Tensor  # [segments, V] bool
-    of_prompt: Tensor  # [prompts of the context] int64
-
-    def __call__(self, prompt: Tensor, node: Tensor) -> Tensor:
-        """Whether a prompt may enter a node; elementwise."""
-        return self.alive[self.of_prompt[prompt], node]
-
-
-@dataclass(frozen=True, slots=True)
-class _Front:
-    """Beams of one level."""
-
-    node_BW: Tensor  # trie node
-    row_BW: Tensor  # context row
-    score_BW: Tensor  # float32
-    live_BW: Tensor  # bool
-    group_BW: Tensor  # trie node of the quota's level above or at each beam; the root further up
-
-
-@dataclass(frozen=True, slots=True)
-class _Children:
-    """Candidates for the next level, one slot each."""
-
-    node_BM: Tensor
-    beam_BM: Tensor  # which beam it continues
-    real_BM: Tensor  # False: padding slot
-    group_BM: Tensor  # as in _Front
-    score_BM: Tensor  # -inf for padding, dead and failed slots
+    failed: Tensor  # [B] bool: a NaN appeared where it could have changed the results
+    rows: Tensor  # [B] nodes forwarded
 
 
 def beam_search(
@@ -96,40 +66,97 @@ def beam_search(
             `user` is the prompt's row in the context.
         segments: the prefixes that whole segments of prompts may enter.
     """
-    trie = index.trie
-    num_prompts = len(prompts)
-    front = _root(prompts)
-    pool_score = torch.full((num_prompts, k), -torch.inf, device=index.device)
-    pool_sid = torch.zeros((num_prompts, k), dtype=torch.int64, device=index.device)
+    trie, num_prompts = index.trie, len(prompts)
+    mask = Mask(prompts, dead, segments)
+    pool = Pool(
+        torch.zeros((num_prompts, k), dtype=torch.int64, device=index.device),
+        torch.full((num_prompts, k), -torch.inf, device=index.device),
+    )
     pruned = torch.full((num_prompts,), -torch.inf, device=index.device)
     failed = torch.zeros(num_prompts, dtype=torch.bool, device=index.device)
     legal_mass = torch.full((num_prompts,), torch.nan, device=index.device)
-    rows = 0
+    front, row_BW = root(prompts), prompts[:, None]
+    rows = torch.zeros(num_prompts, dtype=torch.int64, device=index.device)
     for depth in range(trie.depth):
-        children, log_probs = _expand(backend, context, index, front, depth)
-        if dead is not None or segments is not None:
-            children = _without_dead(index, children, prompts, dead, segments)
-        failed = failed | (log_probs.isnan() & children.real_BM).any(dim=1)
+        children = expand(backend, context, index, front, row_BW, depth)
+        failed = failed | children.failed_BM.any(dim=1)
         if depth == 0 and index.norms[0].kind == "full_vocab":
-            legal_mass = torch.where(children.real_BM, log_probs.exp(), 0.0).sum(dim=1)
+            mass_BM = torch.where(children.real_BM, children.log_prob_BM.exp(), 0.0)
+            legal_mass = mass_BM.sum(dim=1)
+        children = mask(index, children)
         inner_nodes = int(trie.inner_nodes_at[depth + 1])
         if inner_nodes < _nodes_at(index, depth + 1):  # some semantic IDs end here
-            pool_score, pool_sid = _collect(index, children, pool_score, pool_sid)
+            pool = pool.collect(index, children)
         if not inner_nodes:
             break
         width = min(widths[depth], inner_nodes, children.node_BM.shape[1])
         cap = None
         if index.quota is not None and depth + 1 > index.quota.level:
             cap = beams_per_group(widths[depth], k, index.quota.max_items)
-        front, nodes, dropped = _select(index, context, front, children, prompts, depth, width, cap)
+        front, dropped = select(index, children, row_BW, width, cap)
         pruned = torch.maximum(pruned, dropped)
-        backend.extend(context, nodes)
+        if not trie.inner_nodes_at[depth + 2]:
+            pool, nan, more = _finish(backend, context, index, front, mask, pool, depth + 1)
+            return Beams(pool.sid, pool.score, pruned, legal_mass, failed | nan, rows + more)
+        row_BW = forward(backend, context, index, front, prompts, depth + 1)
         rows += width
-    return Beams(pool_sid, pool_score, pruned, legal_mass, failed, rows)
+    return Beams(pool.sid, pool.score, pruned, legal_mass, failed, rows)
+
+
+def _finish(
+    backend: Backend,
+    context: Context,
+    index: DeviceTrie,
+    front: Front,
+    mask: Mask,
+    pool: Pool,
+    depth: int,
+) -> tuple[Pool, Tensor, Tensor]:
+    """The pool with the best of the last level; whose NaN failed and nodes forwarded, both `[B]`.
+
+    A NaN counts where its prefix could have reached the results, in whatever parts they were found.
+    Between parts the host waits once, to see who needs another.
+    """
+    num_prompts, score_BW = len(front.score_BW), front.score_BW
+    nan_score = torch.full_like(score_BW[:, 0], -torch.inf)  # of the best prefix with a NaN
+    rows = torch.zeros(num_prompts, dtype=torch.int64, device=index.device)
+    who = torch.arange(num_prompts, device=index.device)
+    begin = 0
+    while begin < front.width and len(who):
+        at = slice(begin, begin + _part(backend, len(who), front.width, pool))
+        some, own = front.of(who, at), pool.of(who)
+        some = replace(some, live_BW=some.live_BW & (some.score_BW >= own.score[:, -1:]))
+        row_BW = forward(backend, context, index, some, mask.prompts[who], depth)
+        children = expand(backend, context, index, some, row_BW, depth)
+        from_BM = some.score_BW.gather(1, children.beam_BM)
+        failed = torch.where(children.failed_BM, from_BM, -torch.inf).amax(dim=1)
+        nan_score[who] = torch.maximum(nan_score[who], failed)
+        own = own.collect(index, mask.of(who)(index, children))
+        pool.sid[who], pool.score[who] = own.sid, own.score
+        rows[who] += some.width
+        begin = at.stop
+        if begin < front.width:
+            best = front.score_BW[:, begin]
+            who = _those(front.live_BW[:, begin] & (best >= pool.score[:, -1]))
+    nan = (nan_score > -torch.inf) & (nan_score >= pool.score[:, -1])
+    return pool, nan, rows
+
+
+def _those(chosen: Tensor) -> Tensor:
+    """Which of `[B]` are chosen; the host waits for the device here."""
+    return chosen.nonzero()[:, 0]
+
+
+def _part(backend: Backend, num_prompts: int, width: int, pool: Pool) -> int:
+    """Beams of a prompt that are forwarded before the next look; about as many as results."""
+    if backend.facts.resends:  # and pays for the prompts with each part
+        return width
+    least = _LEAST_ROWS[pool.score.device.type]
+    return max(padded(pool.score.shape[1], TILE), math.ceil(least / num_prompts))
 
 
 def rows_per_prompt(index: DeviceTrie, widths: tuple[int, ...]) -> int:
-    """Nodes that one prompt's search forwards, known before it starts."""
+    """Nodes that one prompt's search forwards at most, known before it starts."""
     total, width = 0, 1
     for depth in range(index.trie.depth):
         inner_nodes = int(index.trie.inner_nodes_at[depth + 1])
@@ -166,150 +193,9 @@ def join_beams(parts: list[Beams]) -> Beams:
         joined("pruned"),
         joined("legal_mass"),
         joined("failed"),
-        parts[0].rows,
+        joined("rows"),
     )
 
 
 def _nodes_at(index: DeviceTrie, depth: int) -> int:
     return int(index.trie.level_start[depth + 1] - index.trie.level_start[depth])
-
-
-def _root(prompts: Tensor) -> _Front:
-    zeros = torch.zeros_like(prompts)[:, None]
-    live = torch.ones_like(zeros, dtype=torch.bool)
-    return _Front(zeros, prompts[:, None], zeros.float(), live, zeros)
-
-
-def _expand(
-    backend: Backend,
-    context: Context,
-    index: DeviceTrie,
-    front: _Front,
-    depth: int,
-) -> tuple[_Children, Tensor]:
-    """All children of the front in M slots, scored; and their log-probabilities `[B, M]`."""
-    num_prompts, width = front.node_BW.shape
-    slots = index.trie.most_children(depth, width)
-    count_BW = torch.where(front.live_BW, index.num_children[front.node_BW], 0)
-    end_BW = count_BW.cumsum(dim=1)
-    slot_BM = torch.arange(slots, device=index.device).expand(num_prompts, slots).contiguous()
-    real_BM = slot_BM < end_BW[:, -1:]
-    beam_BM = torch.searchsorted(end_BW, slot_BM, right=True).clamp(max=width - 1)
-    nth_BM = slot_BM - (end_BW - count_BW).gather(1, beam_BM)
-    first_BM = index.first_child[front.node_BW.gather(1, beam_BM)]
-    node_BM = torch.where(real_BM, first_BM + nth_BM, 0)
-
-    first_row = torch.arange(num_prompts, device=index.device)[:, None] * width
-    targets = Targets(
-        row=(first_row + beam_BM).reshape(-1),
-        column=index.code[node_BM].reshape(-1),
-        columns=index.columns[depth],
-        real=real_BM.reshape(-1),
-    )
-    log_probs = backend.log_probs(
-        context, front.row_BW.reshape(-1), targets, index.norms[depth]
-    ).view(num_prompts, slots)
-
-    score_BM = front.score_BW.gather(1, beam_BM) + log_probs
-    score_BM = torch.where(real_BM & ~score_BM.isnan(), score_BM, -torch.inf)
-    inherited = front.group_BW.gather(1, beam_BM)
-    at_level = index.quota is not None and depth + 1 == index.quota.level
-    group_BM = node_BM if at_level else inherited
-    return _Children(node_BM, beam_BM, real_BM, group_BM, score_BM), log_probs
-
-
-def _without_dead(
-    index: DeviceTrie,
-    children: _Children,
-    prompts: Tensor,
-    dead: Tensor | None,
-    segments: SegmentMask | None,
-) -> _Children:
-    """The children that have an item left for their prompt keep their score."""
-    prompt_BM = prompts[:, None].expand_as(children.node_BM)
-    score_BM = children.score_BM
-    if segments is not None:
-        score_BM = torch.where(segments(prompt_BM, children.node_BM), score_BM, -torch.inf)
-    if dead is not None and len(dead):
-        gone = index.is_dead(prompt_BM, children.node_BM, dead)
-        score_BM = torch.where(gone, -torch.inf, score_BM)
-    return replace(children, score_BM=score_BM)
-
-
-def _select(
-    index: DeviceTrie,
-    context: Context,
-    front: _Front,
-    children: _Children,
-    prompts: Tensor,
-    depth: int,
-    width: int,
-    cap: int | None,
-) -> tuple[_Front, NodeBatch, Tensor]:
-    """The next front, its nodes to append, and the best score that was dropped `[B]`.
-
-    With a `cap`, no group of the quota holds more beams than that.
-    """
-    inner = index.sid[children.node_BM] < 0
-    score_BM = torch.where(inner, children.score_BM, -torch.inf)
-    dropped = score_BM.new_full((len(prompts),), -torch.inf)
-    if cap is not None:
-        key_BM = _sort_key(score_BM, children.node_BM)
-        over = place_in_group(key_BM, children.group_BM) >= cap
-        dropped = torch.where(over, score_BM, -torch.inf).amax(dim=1)
-        score_BM = torch.where(over, -torch.inf, score_BM)
-    key_BM = _sort_key(score_BM, children.node_BM)
-    slots = key_BM.shape[1]
-    best_BW = key_BM.topk(min(width + 1, slots), dim=1).indices
-    ranked = score_BM.gather(1, best_BW)
-    if slots > width:
-        dropped = torch.maximum(dropped, ranked[:, width])
-
-    best_BW = best_BW[:, :width]
-    parent_BW = front.row_BW.gather(1, children.beam_BM.gather(1, best_BW))
-    node_BW = children.node_BM.gather(1, best_BW)
-    score_BW = ranked[:, :width]
-    live_BW = score_BW > -torch.inf
-    node_BW = torch.where(live_BW, node_BW, 0)
-    row_BW = context.num_rows + torch.arange(len(prompts) * width, device=index.device).view(
-        len(prompts), width
-    )
-    nodes = NodeBatch(
-        prompt=prompts[:, None].expand_as(node_BW).reshape(-1),
-        parent=parent_BW.reshape(-1),
-        token=index.token[node_BW].reshape(-1),
-        depth=torch.full((node_BW.numel(),), depth + 1, device=index.device),
-        slot=torch.arange(width, device=index.device).repeat(len(prompts)),
-        num_slots=width,
-        max_depth=depth + 1,
-    )
-    group_BW = children.group_BM.gather(1, best_BW)
-    return _Front(node_BW, row_BW, score_BW, live_BW, group_BW), nodes, dropped
-
-
-def _collect(
-    index: DeviceTrie, children: _Children, pool_score: Tensor, pool_sid: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Merge the semantic IDs that end at this level into the best k so far `[B, K]`."""
-    sid_BM = index.sid[children.node_BM]
-    score_BM = torch.where(sid_BM >= 0, children.score_BM, -torch.inf)
-    score = torch.cat([pool_score, score_BM], dim=1)
-    sid = torch.cat([pool_sid, sid_BM.clamp(min=0)], dim=1)
-    if index.quota is not None:
-        group = index.quota.group_of_sid[sid]
-        over = place_in_group(_sort_key(score, sid), group) >= index.quota.max_items
-        score = torch.where(over, -torch.inf, score)
-    best = _sort_key(score, sid).topk(pool_score.shape[1], dim=1).indices
-    return score.gather(1, best), sid.gather(1, best)
-
-
-def _sort_key(score: Tensor, order: Tensor) -> Tensor:
-    """One int64 per entry: larger is better score, then smaller `order`. Makes top-k deterministic.
-
-    The bits of a float sort as integers once those of negative numbers are flipped; `order`, below
-    2^32, fills the low half, so that equal scores fall back on it and no two keys of a row are
-    equal.
-    """
-    bits = (score + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
-    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ascending.to(torch.int64) << 32) | (_LOW - order)

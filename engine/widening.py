@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.backend import Backend, Context
-from engine.beam_search import Beams, SegmentMask, beam_search, join_beams, most_slots
+from engine.beam_search import Beams, beam_search, join_beams, most_slots
+from engine.beam_step import SegmentMask
 from engine.device_trie import DeviceTrie
 from schemas.requests import Ints, SidBeams
 from schemas.settings import GenerateSettings
@@ -69,7 +70,7 @@ class _HostBeams:
         self._pruned = beams.pruned.float().cpu().numpy().copy()
         self._mass = beams.legal_mass.float().cpu().numpy()
         self.failed = beams.failed.cpu().numpy().copy()
-        self.rows = np.full(num_users, beams.rows, dtype=np.int64)
+        self.rows = beams.rows.cpu().numpy().copy()
         self._width = np.full(num_users, width, dtype=np.int64)
 
     def uncertified(self) -> Ints:
@@ -84,7 +85,7 @@ class _HostBeams:
         self._score[users] = beams.score.float().cpu().numpy()
         self._pruned[users] = beams.pruned.float().cpu().numpy()
         self.failed[users] |= beams.failed.cpu().numpy()
-        self.rows[users] += beams.rows
+        self.rows[users] += beams.rows.cpu().numpy()
         self._width[users] = width
 
     def beams(self) -> SidBeams:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.backend import Backend, Context
-from engine.beam_search import SegmentMask, rows_per_prompt
+from engine.beam_search import rows_per_prompt
+from engine.beam_step import SegmentMask
 from engine.candidate_trees import CandidateTrees, without_forbidden
 from engine.device_trie import DeviceTrie, to_device
 from engine.exclusions import EligibleTrie, dead_nodes

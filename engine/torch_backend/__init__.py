@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
 from engine.row_tiles import pad_rows
+from engine.torch_backend.compiled import find_compiled
 from engine.torch_backend.context import PrefixKV, TorchContext
 from engine.torch_backend.head import Head
 from engine.torch_backend.lean import use_lean_layers
@@ -42,7 +43,12 @@ class TorchBackend:
         self._body = self._model.base_model
         self._embed = self._model.get_input_embeddings()
         self._independent = dtype == "float32" and device.type == "cpu"
-        self._head = Head(head_of(self._model, folder), independent=self._independent)
+        self._compiled = find_compiled(device, _DTYPES[dtype])
+        self._head = Head(
+            head_of(self._model, folder),
+            independent=self._independent,
+            log_sum=None if self._compiled is None else self._compiled.log_sum,
+        )
         self._prefixes: dict[bytes, PrefixKV] = {}
         self._kernel = find_kernel(device, _DTYPES[dtype], sizes_of(self._model).head_dim)
         config = self._model.config.get_text_config()
@@ -195,8 +201,11 @@ class TorchBackend:
         vocab = self._facts.vocab_size
         tokens = np.asarray([(7 * i + 3) % vocab for i in range(6)], dtype=np.int64)
         want = reference_log_probs(self._model, self._put(tokens))[-1]
+        # After the library had its say:
         if self._facts.device.type == "cpu" and not self._independent:
-            use_lean_layers(self._body)  # after the library had its say
+            use_lean_layers(self._body)
+        elif self._compiled is not None:
+            use_lean_layers(self._body, self._compiled.steps)
         prompts = PackedPrompts(
             token_ids=tokens[2:4],
             offsets=np.asarray([0, 2], dtype=np.int64),

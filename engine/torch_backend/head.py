@@ -7,6 +7,7 @@ columns stay there while all rows meet them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,14 +24,19 @@ _MANY = 32768  # columns; beyond, a target's logit is a product of its own
 _PRODUCTS = 1 << 22  # elements of target rows and columns multiplied at once
 _COLUMNS = {"cpu": 2048, "cuda": 16384}  # a chunk that stays in a CPU's cache; one that fills a GPU
 _LOGITS = 1 << 24  # of targets, held at once
+LogSum = Callable[[Tensor], Tensor]
 _LOG2_E = 1.4426950408889634
 
 
 class Head:
     """Log-probabilities from hidden states."""
 
-    def __init__(self, head: nn.Linear, *, independent: bool) -> None:
+    def __init__(
+        self, head: nn.Linear, *, independent: bool, log_sum: LogSum | None = None
+    ) -> None:
+        """`log_sum` `[R, C] -> [R]`, None: ours."""
         self._independent = independent  # pad rows so that a row's bits are its own
+        self._log_sum_of = log_sum or (_stable_log_sum if independent else _fast_log_sum)
         self._weight = head.weight.detach()
         self._bias = None if head.bias is None else head.bias.detach()
         self._parts: WeakKeyDictionary[TokenColumns, tuple[Tensor, Tensor | None]] = (
@@ -100,13 +106,12 @@ class Head:
         step = _COLUMNS[hidden.device.type]
         begins = range(0, len(weight), step)
         sums = torch.empty((len(hidden), len(begins)), device=hidden.device)
-        log_sum = _stable_log_sum if self._independent else _fast_log_sum
         for i, begin in enumerate(begins):
             part = slice(begin, begin + step)
             some_bias = None if bias is None else bias[part]
             for rows in row_chunks(len(hidden), _rows_at_once(hidden)):
                 logits = functional.linear(hidden[rows], weight[part], some_bias)
-                sums[rows, i] = log_sum(logits)
+                sums[rows, i] = self._log_sum_of(logits)
         return sums.logsumexp(dim=-1)
 
 

@@ -1,16 +1,19 @@
-"""The library's layers with fewer passes over memory, for bfloat16 on a CPU.
+"""The library's layers with fewer passes over memory, for bfloat16.
 
 Matmuls stay as they are. Around them the library writes a float32 tensor for every step of a norm
-or a rotary embedding; here the steps of one block of rows are done in place while the block is in
-the cache. The formulas are the library's. What is replaced is replaced in the modules of one model,
-and only where it is known: a norm that gives what ours gives, and the classes of the models below.
-float32 keeps the library's layers. The backend's probe compares the two at start-up.
+or a rotary embedding. Three functions take their place, `Steps`: on a CPU the steps of one block of
+rows are done in place while the block is in the cache; on CUDA each is one kernel (compiled.py).
+The formulas are the library's. What is replaced is replaced in the modules of one model, and only
+where it is known: a norm that gives what ours gives, and the classes of the models below. float32
+keeps the library's layers. The backend's probe compares the two at start-up.
 
 Legend: T rows, N heads, D head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,17 +30,35 @@ _MLP = {f"{model}MLP" for model in _MODELS}
 _CLOSE = 0.02  # relative; bfloat16 keeps 8 bits
 
 
-def use_lean_layers(model: nn.Module) -> None:
-    """Give the norms, the attention and the gated MLPs of `model` our forward."""
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What stands between the matmuls; arithmetic in float32, results in the precision of `x`."""
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    """`x / rms(x) * weight` over the last dimension; x, weight, eps."""
+
+    turned: Callable[[Tensor, Tensor | None, float, Tensor, Tensor], Tensor]
+    """Heads `[T, N, D]`, normed where there is a weight, and rotated by cos and sin `[T, 1, D]`."""
+
+    gated: Callable[[Tensor, Tensor], Tensor]
+    """`silu(gate) * up`; may overwrite the gate."""
+
+
+def use_lean_layers(model: nn.Module, steps: Steps | None = None) -> None:
+    """Give the norms, the attention and the gated MLPs of `model` our forward.
+
+    Args:
+        steps: None: those for a CPU.
+    """
+    steps = steps or ON_CPU
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm") and _is_plain(module):
-            weight: Any = module.weight
-            lean: Any = partial(_norm, weight=weight, eps=_eps(module))
+            lean: Any = partial(_norm_layer, steps, module)
         elif name in _ATTENTION:
-            lean = partial(_attention, module)
+            lean = partial(_attention, steps, module)
         elif name in _MLP and _of(module).config.hidden_act == "silu":
-            lean = partial(_mlp, module)
+            lean = partial(_mlp, steps, module)
         else:
             continue
         module.forward = lean
@@ -59,30 +80,22 @@ def _is_plain(norm: nn.Module) -> bool:
     if not isinstance(weight, Tensor) or not hasattr(norm, "variance_epsilon"):
         return False
     x = torch.linspace(-2, 3, weight.numel(), device=weight.device).to(weight.dtype)[None]
-    want, got = norm(x).float(), _norm(x, weight=weight, eps=_eps(norm)).float()
+    want, got = norm(x).float(), _norm(x, weight, _eps(norm)).float()
     return torch.allclose(got, want, rtol=_CLOSE, atol=1e-6)
 
 
-def _norm(x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension."""
-    wide = x.to(torch.float32, copy=True)
-    return _scaled(wide, eps).to(x.dtype).mul_(weight)
+def _norm_layer(steps: Steps, module: Any, x: Tensor) -> Tensor:
+    return steps.norm(x, module.weight, _eps(module))
 
 
-def _scaled(wide: Tensor, eps: float) -> Tensor:
-    """`x / rms(x)` in place, float32."""
-    size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    return wide.mul_(size.square_().div_(wide.shape[-1]).add_(eps).rsqrt_())
-
-
-def _mlp(module: Any, x: Tensor) -> Tensor:
+def _mlp(steps: Steps, module: Any, x: Tensor) -> Tensor:
     """`down(silu(gate(x)) * up(x))`."""
-    gate = functional.silu(module.gate_proj(x), inplace=True)
-    out: Tensor = module.down_proj(gate.mul_(module.up_proj(x)))
+    out: Tensor = module.down_proj(steps.gated(module.gate_proj(x), module.up_proj(x)))
     return out
 
 
 def _attention(
+    steps: Steps,
     module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
@@ -96,25 +109,49 @@ def _attention(
     v = module.v_proj(hidden_states).view(shape)
     cos, sin = (x[0].float()[:, None] for x in position_embeddings)  # [T, 1, D]
     scale = module.scaling  # of the scores, at no cost here
-    q = _turned(q, getattr(module, "q_norm", None), cos * scale, sin * scale)
-    k = _turned(k, getattr(module, "k_norm", None), cos, sin)
+    q = steps.turned(q, *_norm_of(module, "q_norm"), cos * scale, sin * scale)
+    k = steps.turned(k, *_norm_of(module, "k_norm"), cos, sin)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out, _ = token_tree_attention(module, q, k, v, attention_mask, scaling=1.0, **kwargs)
     return module.o_proj(out.flatten(2)), None
 
 
-def _turned(x: Tensor, norm: Any, cos: Tensor, sin: Tensor) -> Tensor:
-    """Heads `[T, N, D]`, normed and rotated: `x * cos + (-x2, x1) * sin` for halves x1 and x2."""
+def _norm_of(module: Any, name: str) -> tuple[Tensor | None, float]:
+    """Weight and epsilon of a norm of the heads; models without one have none."""
+    norm = getattr(module, name, None)
+    return (None, 0.0) if norm is None else (norm.weight, _eps(norm))
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.float32, copy=True)
+    return _scaled(wide, eps).to(x.dtype).mul_(weight)
+
+
+def _scaled(wide: Tensor, eps: float) -> Tensor:
+    """`x / rms(x)` in place, float32."""
+    size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return wide.mul_(size.square_().div_(wide.shape[-1]).add_(eps).rsqrt_())
+
+
+def _turned(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x * cos + (-x2, x1) * sin` for halves x1 and x2."""
     half = x.shape[-1] // 2
-    weight: Any = None if norm is None else norm.weight.float()
+    weight = None if weight is None else weight.float()
     out = torch.empty_like(x)
     for begin in range(0, len(x), _BLOCK):
         at = slice(begin, begin + _BLOCK)
         wide = x[at].float()
-        if norm is not None:
-            wide = _scaled(wide, _eps(norm)).mul_(weight)
+        if weight is not None:
+            wide = _scaled(wide, eps).mul_(weight)
         turned = wide * cos[at]
         turned[..., :half].addcmul_(wide[..., half:], sin[at, :, :half], value=-1)
         turned[..., half:].addcmul_(wide[..., :half], sin[at, :, half:])
         out[at] = turned
     return out
+
+
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.silu(gate, inplace=True).mul_(up)
+
+
+ON_CPU = Steps(_norm, _turned, _gated)

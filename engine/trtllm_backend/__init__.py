@@ -98,6 +98,7 @@ class TrtllmBackend:
             dtype=checkpoint.quantised or settings.dtype,
             device=test.device,
             shares_prefix=False,
+            resends=True,
             rows_that_fit=_PACKS * plan.max_num_tokens,
         )
 

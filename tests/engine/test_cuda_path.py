@@ -12,12 +12,14 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from engine.backend import TokenColumns
-from engine.beam_search import SegmentMask, beam_search
+from engine.beam_search import beam_search
+from engine.beam_step import SegmentMask
 from engine.device_trie import to_device
 from engine.item_scoring import score_in_parts
 from engine.label_scoring import label_items
 from engine.sid_trie import build_trie
-from engine.torch_backend import TorchBackend, varlen
+from engine.torch_backend import TorchBackend, compiled, varlen
+from engine.torch_backend.lean import Steps, use_lean_layers
 from engine.torch_backend.varlen import find_kernel, library_kernel, plain, right
 from schemas.requests import Ragged
 from schemas.settings import QuotaSettings
@@ -186,9 +188,16 @@ def test_where_there_is_no_such_kernel_plain_attention_is_used(ampere, monkeypat
     assert find_kernel(CPU, torch.bfloat16, 64) is None
 
 
+def all_of_them(chosen):
+    """The one place where the host waits on purpose: before the last parts of the last level."""
+    return torch.arange(len(chosen), device=chosen.device)
+
+
 @pytest.fixture
 def on_gpu(model_folder, monkeypatch):
     backend = TorchBackend(model_folder, "bfloat16", CPU)
+    monkeypatch.setattr("engine.beam_search._those", all_of_them)
+    monkeypatch.setattr("engine.torch_backend.lean._is_plain", lambda norm: True)  # at start-up
     with fake_cuda(monkeypatch):
         move(backend, model_folder)
         yield backend
@@ -215,6 +224,8 @@ def flash():
 def test_everything_happens_on_the_gpu_and_nothing_waits_for_it(on_gpu, kernel, norm, prefix):
     """Shapes, devices and dtypes only: fake tensors hold no numbers."""
     on_gpu._kernel = kernel()
+    if on_gpu._kernel is not None:
+        use_lean_layers(on_gpu._body, Steps(compiled.norm, compiled.turned, compiled.gated))
     it = Setting(norm, CUDA, QuotaSettings(level=1, max_items=2))
     num_candidates = len(it.candidates.values)
     for what, shape in (

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.beam_search import SegmentMask
+from engine.beam_step import SegmentMask
 from engine.device_trie import to_device
 from engine.exclusions import EligibleTrie, dead_nodes
 from engine.item_scoring import score_in_parts

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.beam_search import _sort_key, beam_search, rows_per_prompt
+from engine.beam_search import beam_search, rows_per_prompt
+from engine.beam_step import sort_key
 from engine.device_trie import to_device
 from engine.exclusions import dead_nodes
 from engine.fake_backend import FakeBackend, fake_log_prob
@@ -152,7 +153,7 @@ def test_a_forced_token_is_free_under_the_trie_norm():
 def test_equal_scores_fall_back_on_the_smaller_number():
     score = torch.tensor([[-1.0, -0.0, 0.0, -1.0, -torch.inf, -1.0]])
     order = torch.tensor([[5, 9, 2, 3, 0, 4]])
-    ranked = _sort_key(score, order).sort(descending=True).indices
+    ranked = sort_key(score, order).sort(descending=True).indices
     assert order[0][ranked[0]].tolist() == [2, 9, 3, 4, 5, 0]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,12 +23,13 @@ from engine.device_trie import to_device
 from engine.item_scoring import score_items
 from engine.sid_trie import build_trie
 from engine.token_tree import build_token_tree
-from engine.torch_backend import TorchBackend
-from engine.torch_backend.lean import _is_plain, _norm, use_lean_layers
+from engine.torch_backend import TorchBackend, compiled
+from engine.torch_backend.compiled import find_compiled, right
+from engine.torch_backend.lean import ON_CPU, Steps, _is_plain, _norm, use_lean_layers
 from schemas.requests import Ragged
 from tests.factories import TINY_DECODER, bound_space, prompts_of, random_codes, random_prompts
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 MODELS = {
     "Qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
     "Qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
@@ -60,12 +64,16 @@ def score(backend):
     return score_items(backend, context, index, tree, 1000)
 
 
+PLAIN = Steps(compiled.norm, compiled.turned, compiled.gated)  # what is compiled for CUDA
+
+
+@pytest.mark.parametrize("steps", [ON_CPU, PLAIN], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", MODELS)
-def test_lean_layers_compute_what_the_library_computes(name, tmp_path):
+def test_lean_layers_compute_what_the_library_computes(name, steps, tmp_path):
     """In float32, where a formula that differs shows; the engine uses them in bfloat16."""
     backend = TorchBackend(save(tmp_path / "model", *MODELS[name]), "float32", CPU)
     want = score(backend)
-    use_lean_layers(backend._body)
+    use_lean_layers(backend._body, steps)
     replaced = [m for m in backend._body.modules() if "forward" in vars(m)]
     assert len(replaced) >= 2 * 4 + 1, "attention, MLP and norms of two layers, and the last norm"
     torch.testing.assert_close(score(backend), want, rtol=0, atol=2e-5)
@@ -88,7 +96,7 @@ class GemmaRMSNorm(torch.nn.Module):
         self.variance_epsilon = 1e-6
 
     def forward(self, x):
-        return _norm(x, weight=1 + self.weight, eps=self.variance_epsilon)
+        return _norm(x, 1 + self.weight, self.variance_epsilon)
 
 
 def test_a_norm_of_another_formula_is_left_alone():
@@ -96,3 +104,44 @@ def test_a_norm_of_another_formula_is_left_alone():
     assert not _is_plain(norm)
     use_lean_layers(norm)
     assert "forward" not in vars(norm)
+
+
+def test_compiled_steps_are_tried_before_they_are_used(monkeypatch, caplog):
+    caplog.set_level("INFO", logger="nightshelf.torch")
+    assert find_compiled(CPU, torch.bfloat16) is None
+    assert find_compiled(CUDA, torch.float32) is None
+    assert not caplog.messages
+    monkeypatch.setattr(compiled, "right", lambda made, device: right(made, CPU))
+    good = compiled.compiled("aot_eager")  # traced as for CUDA, and run as it is
+    monkeypatch.setattr(compiled, "compiled", lambda: good)
+    assert find_compiled(CUDA, torch.bfloat16) is good
+    for step in ("norm", "turned", "gated"):
+        wrong = replace(good.steps, **{step: lambda x, *_: 1.1 * x})
+        monkeypatch.setattr(compiled, "compiled", lambda wrong=wrong: replace(good, steps=wrong))
+        assert find_compiled(CUDA, torch.bfloat16) is None
+
+    def no_compiler():
+        raise RuntimeError("Cannot find a working triton installation")
+
+    monkeypatch.setattr(compiled, "compiled", no_compiler)
+    assert find_compiled(CUDA, torch.bfloat16) is None
+    assert ["do not give what plain ones give" in m for m in caplog.messages[:3]] == [True] * 3
+    assert "Cannot find a working triton installation" in caplog.messages[3]
+
+
+def test_a_step_is_compiled_twice_at_most_whatever_the_rows():
+    """A first number of rows and heads, and any: a nightly run does not compile."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("eager")
+    made = compiled.compiled(counter)
+    for rows in (5, 9, 300, 17, 4096, 33):
+        made.steps.norm(torch.ones(rows, 64, dtype=torch.bfloat16), torch.ones(64), 1e-6)
+    assert counter.frame_count <= 2
+    for rows in (5, 9, 300, 17, 4096, 33):
+        turn = torch.ones(rows, 1, 8)
+        for heads in (4, 2):  # of queries, and of keys
+            x = torch.ones(rows, heads, 8, dtype=torch.bfloat16)
+            made.steps.turned(x, torch.ones(8), 1e-6, turn, turn)
+        made.log_sum(torch.ones(rows, 100, dtype=torch.bfloat16))
+        made.log_sum(torch.ones(rows, 30, dtype=torch.bfloat16))  # the head's last columns
+    assert counter.frame_count <= 2 + 2 * 3

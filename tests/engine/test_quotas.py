@@ -9,7 +9,8 @@ import polars as pl
 import pytest
 import torch
 
-from engine.beam_search import _sort_key, beam_search
+from engine.beam_search import beam_search
+from engine.beam_step import sort_key
 from engine.device_trie import to_device
 from engine.fake_backend import FakeBackend
 from engine.item_scoring import score_items
@@ -101,7 +102,7 @@ def test_a_group_cannot_take_the_whole_width():
 def test_places_count_the_better_ones_of_the_same_row_and_group():
     score = torch.tensor([[-1.0, -3.0, -2.0, -2.0], [-1.0, -1.0, -5.0, -4.0]])
     group = torch.tensor([[7, 7, 7, 8], [1, 1, 1, 2]])
-    key = _sort_key(score, torch.arange(4).expand(2, 4))
+    key = sort_key(score, torch.arange(4).expand(2, 4))
     assert place_in_group(key, group).tolist() == [[0, 2, 1, 0], [0, 1, 2, 0]]
     assert beams_per_group(64, 20, 3) == 9
     assert beams_per_group(4, 20, 3) == 1

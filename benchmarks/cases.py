@@ -26,6 +26,7 @@ class Sizes:
 
     layers: int = _number(8, "layers of the model; the whole one has 28")
     users: int = _number(2, "users of a case that peers run too, and of long prompts")
+    beam_users: int = _number(8, "users of a case where vLLM or CTranslate2 search beams")
     batch_users: int = _number(4, "users of the other cases with history prompts")
     soft_users: int = _number(16, "users with soft-token prompts")
     soft_tokens: int = _number(32, "tokens of a soft-token prompt, the soft tokens included")
@@ -50,7 +51,7 @@ class Sizes:
 
 
 QUICK = Sizes(
-    layers=2, users=2, batch_users=2, soft_users=4, long_min=500, long_max=1000,
+    layers=2, users=2, beam_users=2, batch_users=2, soft_users=4, long_min=500, long_max=1000,
     few_candidates=50, candidates=200, narrow=16, width=32, wide=64, vllm_width=16,
     many_items=100_000, sample=16, repeats=3, run_users=48, memory_users=20_000,
 )  # fmt: skip
@@ -110,8 +111,10 @@ def make_cases(s: Sizes) -> list[Case]:
         score(f"{history}", both, s.users, s.candidates, peers=SCORE_PEERS),
         beams(f"{short}", short, s.users, s.width, peers=("hf",)),
         beams(f"{history}", history, s.users, s.width, peers=("hf",)),
-        beams(f"{short}", short, s.users, s.vllm_width, peers=("beams_vllm", "ctranslate2")),
-        beams(f"{history}", history, s.users, s.vllm_width, peers=("beams_vllm", "ctranslate2")),
+        beams(f"{short}", short, s.beam_users, s.vllm_width, peers=("beams_vllm", "ctranslate2")),
+        beams(
+            f"{history}", history, s.beam_users, s.vllm_width, peers=("beams_vllm", "ctranslate2")
+        ),
         score(f"{history}", both, s.batch_users, s.few_candidates),
         score(f"{history}-shared", both, s.batch_users, s.candidates, shared=True),
         score("long", (s.long_min, s.long_max), s.users, s.candidates, prompt="long"),

@@ -151,7 +151,7 @@ def _part(backend: Backend, num_prompts: int, width: int, pool: Pool) -> int:
     """Beams of a prompt that are forwarded before the next look; about as many as results."""
     if backend.facts.resends:  # and pays for the prompts with each part
         return width
-    least = _LEAST_ROWS[pool.score.device.type]
+    least = _LEAST_ROWS.get(pool.score.device.type, _LEAST_ROWS["cuda"])
     return max(padded(pool.score.shape[1], TILE), math.ceil(least / num_prompts))
 
 

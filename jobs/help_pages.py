@@ -11,6 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command_name
 
+from jobs.usage import said_in_json
+
 # Panel -> its commands, in the order of the page; with each, what a person types first.
 _PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Set up and check": {
@@ -79,6 +81,21 @@ class _PlainGroup(TyperGroup):
         return _plain(super().get_params(ctx))
 
 
+class _Root(_PlainGroup):
+    """The command itself, whose usage errors are said in JSON where that is asked for."""
+
+    def make_context(self, info_name: Any, args: list[str], *more: Any, **extra: Any) -> Any:
+        """Read the options before the command's name."""
+        self._line = list(args)
+        with said_in_json(self._line):
+            return super().make_context(info_name, args, *more, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Read the command's own line, and run it."""
+        with said_in_json(self._line):
+            return super().invoke(ctx)
+
+
 def _plain(params: list[Any]) -> list[Any]:
     for param in params:
         if getattr(param, "is_flag", False) and param.metavar is None:
@@ -109,7 +126,7 @@ def arrange(app: typer.Typer) -> None:
             command.cls = _PlainCommand
         group.cls = _PlainGroup
     app.info.epilog = _EPILOG
-    app.info.cls = _PlainGroup
+    app.info.cls = _Root
 
 
 def _examples(lines: tuple[str, ...]) -> str | None:

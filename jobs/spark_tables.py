@@ -14,12 +14,16 @@ name is by which files of a run's inputs are known to be of a copy.
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import re
 import uuid
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,12 +40,14 @@ from schemas.settings import RunConfig
 from schemas.tables import USER_CANDIDATES, USER_EXCLUSIONS
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 Batches = Iterator[pa.RecordBatch]
 
 _DONE = "_done"
-_LAYOUT = 2  # of the folder of a copy; copies of another one are not used
+_LAYOUT = 3  # of the folder of a copy; copies of another one are not used
+_ROW_HASH = "nightshelf row hash"  # no column of an input has spaces in its name
+_WRAP = 1 << 64
 
 
 class _Copy(BaseModel):
@@ -97,7 +103,8 @@ def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
         frame = spark.table(table)
         wanted = columns_of(config, name)
         frame = frame.select([f"`{column}`" for column in frame.columns if column in wanted])
-        digest, rows = _digest(frame)
+        content = _content(frame)
+        digest = content.digest(frame.schema.json())
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", table)[:80]
     folder = files.join(config.run.work_dir, "tables", f"{safe}-{digest}")
     done = _copy_of(folder)
@@ -107,21 +114,27 @@ def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
     mine = f"{own}/{safe}-{digest}"
     with spark_errors(StorageError, f"inputs.{name}: table {quoted(table)} could not be copied"):
         spark.sparkContext.setJobDescription(f"nightshelf copy {table}")
-        written = frame.mapInArrow(
-            _write_part(files.join(folder, mine)), "part string, rows long"
-        ).collect()
+        written = (
+            frame.withColumn(_ROW_HASH, _row_hash(frame))
+            .mapInArrow(
+                _write_part(files.join(folder, mine)),
+                "part string, rows long, mixed long, total string",
+            )
+            .collect()
+        )
         spark.sparkContext.setJobDescription("")
-    copied = sum(row.rows for row in written)
-    if copied != rows:
+    copied = _Content.of_parts(written)
+    if copied != content:
         files.remove_folder(files.join(folder, own))
+        others = "" if copied.rows != content.rows else ", with other content"
         raise RunError(
             f"inputs.{name}: table {quoted(table)} was changed while it was copied",
-            expected=f"{rows} rows",
-            got=f"{copied} rows",
+            expected=f"{content.rows} rows",
+            got=f"{copied.rows} rows{others}",
             do="Run the same command again when nobody writes to the table.",
         )
-    parts = tuple(sorted(row.part for row in written))
-    return files.join(folder, _publish(folder, _Copy(folder=mine, parts=parts, rows=rows)).folder)
+    copy = _Copy(folder=mine, parts=tuple(sorted(row.part for row in written)), rows=copied.rows)
+    return files.join(folder, _publish(folder, copy).folder)
 
 
 def _publish(folder: str, mine: _Copy) -> _Copy:
@@ -166,26 +179,52 @@ def _copy_of(folder: str) -> _Copy | None:
     return done
 
 
-def _digest(frame: DataFrame) -> tuple[str, int]:
-    """A hash of the frame's columns and rows, whatever their order; and how many rows.
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What rows there are, whatever their order.
 
-    Rows are hashed one by one and the hashes combined by sum and by exclusive or: the first tells
-    repeated rows apart, which the second forgets.
+    Rows are hashed one by one and the hashes combined by exclusive or and by sum: the second tells
+    repeated rows apart, which the first forgets.
     """
-    row = F.xxhash64(*(F.col(f"`{name}`") for name in frame.columns))
+
+    rows: int
+    mixed: int
+    total: int  # modulo 2^64
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[Any]) -> _Content:
+        """Of parts of a table together."""
+        return cls(
+            sum(part.rows for part in parts),
+            functools.reduce(operator.xor, (part.mixed for part in parts), 0),
+            sum(int(part.total) for part in parts) % _WRAP,
+        )
+
+    def digest(self, schema: str) -> str:
+        """A hash of these rows in these columns."""
+        told = [_LAYOUT, schema, self.rows, self.mixed, self.total]
+        return files.hash_bytes(json.dumps(told).encode())[:16]
+
+
+def _row_hash(frame: DataFrame) -> Column:
+    return F.xxhash64(*(F.col(f"`{name}`") for name in frame.columns))
+
+
+def _content(frame: DataFrame) -> _Content:
+    row = _row_hash(frame)
     found = frame.agg(
         F.count(F.lit(1)).alias("rows"),
         F.bit_xor(row).alias("mixed"),
         F.sum(row.cast("decimal(38,0)")).alias("total"),
     ).first()
     assert found is not None, "an aggregate has one row"
-    counted = [str(found.rows), str(found.mixed), str(found.total)]
-    parts = [_LAYOUT, frame.schema.json(), *counted]
-    return files.hash_bytes(json.dumps(parts).encode())[:16], int(found.rows)
+    return _Content(found.rows, found.mixed or 0, int(found.total or 0) % _WRAP)
 
 
 def _write_part(folder: str) -> Callable[[Batches], Batches]:
-    """Writes the batches of a partition as one Parquet file, batch after batch."""
+    """Writes the batches of a partition as one Parquet file, batch after batch, without the last
+    column, which holds the rows' hashes and is summed up.
+    """
 
     def write(batches: Batches) -> Batches:
         context = TaskContext.get()
@@ -193,17 +232,23 @@ def _write_part(folder: str) -> Callable[[Batches], Batches]:
         first = next(batches, None)
         if first is None:
             return
-        rows = 0
+        schema = pa.schema(list(first.schema)[:-1])
+        rows, mixed, total = 0, 0, 0
         # A lost attempt at the same part never replaces a file that counts.
         name = f"part-{context.partitionId():05d}-{context.taskAttemptId()}.parquet"
         with files.atomic_target(files.join(folder, name)) as target:
             fs, inside = files.filesystem(target)
-            with fs.open(inside, "wb") as handle, pq.ParquetWriter(handle, first.schema) as out:
+            with fs.open(inside, "wb") as handle, pq.ParquetWriter(handle, schema) as out:
                 while first is not None:
-                    out.write_batch(first)
-                    rows += len(first)
+                    *columns, hashes = first.columns
+                    out.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+                    numbers = hashes.to_numpy()
+                    rows += len(numbers)
+                    mixed ^= int(np.bitwise_xor.reduce(numbers))
+                    total += int(numbers.sum())  # modulo 2^64, as sums of arrays are
                     first = next(batches, None)
-        yield pa.RecordBatch.from_pydict({"part": [name], "rows": [rows]})
+        told = {"part": [name], "rows": [rows], "mixed": [mixed], "total": [str(total)]}
+        yield pa.RecordBatch.from_pydict(told)
 
     return write
 

@@ -26,7 +26,7 @@ from engine.torch_backend.model import (
     sizes_of,
 )
 from engine.torch_backend.passes import PrefixPass, TreePass, node_passes, prompt_passes
-from engine.torch_backend.varlen import find_kernel
+from engine.torch_backend.varlen import Kernels, combine, find_flash
 from schemas.errors import EngineError
 from schemas.requests import Ints
 from schemas.settings import EngineSettings, Pooling
@@ -50,7 +50,7 @@ class TorchBackend:
             log_sum=None if self._compiled is None else self._compiled.log_sum,
         )
         self._prefixes: dict[bytes, PrefixKV] = {}
-        self._kernel = find_kernel(device, _DTYPES[dtype], sizes_of(self._model).head_dim)
+        self._kernels = self._find_kernels(device, _DTYPES[dtype])
         config = self._model.config.get_text_config()
         weight = self._embed.weight
         assert isinstance(weight, Tensor), "an embedding has a weight"
@@ -75,6 +75,12 @@ class TorchBackend:
                 got=f"{type(err).__name__}: {err}",
                 where=folder,
             ) from err
+
+    def _find_kernels(self, device: torch.device, dtype: torch.dtype) -> Kernels | None:
+        flash = find_flash(device, dtype, sizes_of(self._model).head_dim)
+        if flash is None:
+            return None
+        return Kernels(flash, combine if self._compiled is None else self._compiled.combine)
 
     def _rows_that_fit(self) -> int | None:
         device = next(self._model.parameters()).device
@@ -123,7 +129,7 @@ class TorchBackend:
             self._facts.hidden_size,
             max_nodes,
             _DTYPES[self._facts.dtype],
-            self._kernel,
+            self._kernels,
         )
         embedded = self._embed(self._put(prompts.token_ids))
         if prompts.soft_vectors is not None:

@@ -20,7 +20,9 @@ from torch import Tensor
 from torch._inductor import config as inductor
 from torch.nn import functional
 
+from engine.torch_backend import varlen
 from engine.torch_backend.lean import Steps
+from engine.torch_backend.varlen import Combine, Nodes
 
 log = logging.getLogger("nightshelf.torch")
 
@@ -61,6 +63,7 @@ class Compiled:
 
     steps: Steps
     log_sum: Callable[[Tensor], Tensor]
+    combine: Combine
 
 
 def find_compiled(device: torch.device, dtype: torch.dtype) -> Compiled | None:
@@ -81,8 +84,10 @@ def compiled(backend: str = "inductor") -> Compiled:
     """Not compiled yet: that happens at the first call of each."""
     make: Any = torch.compile
     inductor.compile_threads = 1  # four small kernels are no work for a pool of processes
-    a, b, c, d = (make(f, backend=backend) for f in (norm, turned, gated, log_sum))
-    return Compiled(Steps(a, b, c), d)
+    a, b, c, d, e = (
+        make(step, backend=backend) for step in (norm, turned, gated, log_sum, varlen.combine)
+    )
+    return Compiled(Steps(a, b, c), d, e)
 
 
 def right(made: Compiled, device: torch.device) -> bool:
@@ -93,6 +98,9 @@ def right(made: Compiled, device: torch.device) -> bool:
         return torch.randn(shape, generator=noise).to(device, torch.bfloat16)
 
     for rows in (5, 9):
+        keys, values = random(20, 3, 16), random(20, 3, 16)
+        at = torch.arange(2 * rows, device=device).view(rows, 2)
+        q, parts = random(rows, 6, 16), [(random(rows, 6, 16), random(rows, 6).float())]
         x, heads, cos, sin = random(rows, 64), random(rows, 3, 16), *random(2, rows, 1, 16).float()
         cases: list[tuple[Any, Any, tuple[Any, ...]]] = [
             (made.steps.norm, norm, (x, random(64), 1e-6)),
@@ -100,6 +108,8 @@ def right(made: Compiled, device: torch.device) -> bool:
             (made.steps.turned, turned, (heads, None, 1e-6, cos, sin)),
             (made.steps.gated, gated, (x, random(rows, 64))),
             (made.log_sum, log_sum, (x,)),
+            (made.combine, varlen.combine, (q, 2 * parts, None)),
+            (made.combine, varlen.combine, (q, parts, Nodes(keys, values, at, at % 3 > 0))),
         ]
         for got, plain, given in cases:
             wide = [a.float() if isinstance(a, Tensor) else a for a in given]

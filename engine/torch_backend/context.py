@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.row_tiles import LEAST_KEYS, padded
-from engine.torch_backend.varlen import Kernel, Segments
+from engine.torch_backend.varlen import Kernels, Segments
 from schemas.requests import Ints
 
 
@@ -38,15 +38,15 @@ class TorchContext:
         hidden_size: int,
         max_nodes: int,
         dtype: torch.dtype,
-        kernel: Kernel | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens  # [B] of each prompt, the prefix not counted; host
         self.lengths = torch.from_numpy(prompt_tokens).to(device)  # [B] the same on the device
         self.max_length = padded(int(prompt_tokens.max()), LEAST_KEYS)  # L
         self.prefix = prefix
-        self.kernel = kernel  # of fused attention; None: there is none here
-        self.segments = None if kernel is None else _segments(self.lengths, self.max_length)
-        self.prompt_keys: list[Tensor] = []  # per layer [B, H, L, D]; [T, H, D] with a kernel
+        self.kernels = kernels  # of fused attention; None: there are none here
+        self.segments = None if kernels is None else _segments(self.lengths, self.max_length)
+        self.prompt_keys: list[Tensor] = []  # per layer [B, H, L, D]; [T, H, D] with kernels
         self.prompt_values: list[Tensor] = []
         self.node_keys: list[Tensor] = []  # per layer [capacity, H, D]
         self.node_values: list[Tensor] = []

@@ -109,7 +109,7 @@ TreePass = PrefixPass | PromptPass | NodePass
 
 def prompt_passes(context: TorchContext, offsets: Ints, independent: bool) -> Iterator[PromptPass]:
     """Whole prompts, in order, as many as fit a pass; a longer one has a pass of its own."""
-    if context.kernel is not None:
+    if context.kernels is not None:
         every, tokens = slice(0, len(offsets) - 1), slice(0, int(offsets[-1]))
         yield PromptPass(context, every, tokens, None, context.max_length, independent)
         return
@@ -135,13 +135,13 @@ def node_passes(context: TorchContext, nodes: NodeBatch, independent: bool) -> I
     for the device.
     """
     count, first = len(nodes.token), context.num_nodes
-    if _on_cpu(context) or context.kernel is not None:
+    if _on_cpu(context) or context.kernels is not None:
         order = torch.argsort(nodes.prompt * (nodes.max_depth + 1) + nodes.depth, stable=True)
     else:
         order = torch.arange(count, device=context.lengths.device)
     context.place_nodes(order)
     ancestors, is_ancestor = context.ancestors(count, nodes.max_depth)
-    if context.kernel is not None:
+    if context.kernels is not None:
         segments = context.segments_of(nodes.prompt, nodes.num_slots)
         stored, ancestors = slice(first, first + count), ancestors[order]
         yield NodePass(context, order, stored, ancestors, is_ancestor[order], [], segments)

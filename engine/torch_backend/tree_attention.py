@@ -28,7 +28,7 @@ from transformers import AttentionInterface
 from engine.row_tiles import LEAST_KEYS, TILE, padded
 from engine.torch_backend.context import PrefixKV, TorchContext
 from engine.torch_backend.passes import Block, NodePass, PrefixPass, PromptPass, TreePass
-from engine.torch_backend.varlen import Segments, behind_prefix, merge, over_ancestors
+from engine.torch_backend.varlen import Nodes, Segments, behind_prefix
 
 ATTENTION_NAME = "nightshelf_token_tree"
 _MAX_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}  # attention scores held at once, elements
@@ -90,9 +90,9 @@ def _prefix_layer(the_pass: PrefixPass, q: Tensor, k: Tensor, v: Tensor) -> Tens
 def _prompt_layer(the_pass: PromptPass, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, prefix = the_pass.context, the_pass.context.prefix
     if the_pass.place is None:
-        assert context.segments is not None, "made with the kernel"
+        assert context.segments is not None, "made with the kernels"
         context.keep_packed(k, v)
-        return merge(_packed(context, layer, q, context.segments, causal=True))
+        return _packed(context, layer, q, context.segments, causal=True)
     shape = (the_pass.prompts.stop - the_pass.prompts.start, the_pass.length)
     q, k, v = (_pad(x, the_pass.place, shape) for x in (q, k, v))  # [b, l, heads, D]
     context.keep_prompts(layer, the_pass.prompts, k, v)
@@ -199,26 +199,31 @@ def _node_layer(the_pass: NodePass, layer: int, q: Tensor, k: Tensor, v: Tensor)
     context = the_pass.context
     context.keep_nodes(layer, the_pass.stored, k, v)
     if the_pass.segments is not None:
-        parts = _packed(context, layer, q, the_pass.segments, causal=False)
         of_nodes = context.node_keys[layer], context.node_values[layer]
-        own = over_ancestors(q, *of_nodes, the_pass.ancestors, the_pass.is_ancestor)
-        return merge([*parts, own])
+        nodes = Nodes(*of_nodes, the_pass.ancestors, the_pass.is_ancestor)
+        return _packed(context, layer, q, the_pass.segments, causal=False, nodes=nodes)
     q = q.view(len(q), k.shape[1], -1, q.shape[-1])  # [n, H, G, D]
     out = [_block_layer(the_pass, block, layer, q[block.rows]) for block in the_pass.blocks]
     return (out[0] if len(out) == 1 else torch.cat(out)).flatten(1, 2)
 
 
 def _packed(
-    context: TorchContext, layer: int, q: Tensor, rows: Segments, causal: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Outputs and log-sum-exps of one layer over the own prompt, and over the static prefix."""
-    assert context.kernel is not None and context.segments is not None, "packed for a kernel"
+    context: TorchContext,
+    layer: int,
+    q: Tensor,
+    rows: Segments,
+    causal: bool,
+    nodes: Nodes | None = None,
+) -> Tensor:
+    """One layer's attention over the own prompt, the static prefix, and ancestors if there are."""
+    assert context.kernels is not None and context.segments is not None, "packed for kernels"
+    flash = context.kernels.flash
     keys, values = context.prompt_keys[layer], context.prompt_values[layer]
-    parts = [context.kernel(q, keys, values, rows, context.segments, causal)]
+    parts = [flash(q, keys, values, rows, context.segments, causal)]
     if context.prefix.length:
         of_prefix = context.prefix.keys[layer], context.prefix.values[layer]
-        parts.append(behind_prefix(context.kernel, q, *of_prefix))
-    return parts
+        parts.append(behind_prefix(flash, q, *of_prefix))
+    return context.kernels.combine(q, parts, nodes)
 
 
 def _block_layer(the_pass: NodePass, block: Block, layer: int, q: Tensor) -> Tensor:

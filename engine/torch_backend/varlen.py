@@ -38,20 +38,41 @@ class Segments:
     longest: int  # at most this many belong to one prompt
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Segments, Segments, bool], tuple[Tensor, Tensor]]
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where the ancestors of the rows of a pass are among all nodes that are stored."""
+
+    keys: Tensor  # [stored, H, D]
+    values: Tensor  # [stored, H, D]
+    ancestors: Tensor  # [n, A], a node itself first
+    real: Tensor  # [n, A]
+
+
+Flash = Callable[[Tensor, Tensor, Tensor, Segments, Segments, bool], tuple[Tensor, Tensor]]
 """Scaled queries `[n, N, D]`, keys and values `[k, H, D]`, whose they are, and whether a query sees
 only the keys up to its own place; gives outputs `[n, N, D]` and log-sum-exps `[n, N]` float32.
 """
 
+Combine = Callable[[Tensor, list[tuple[Tensor, Tensor]], "Nodes | None"], Tensor]
+"""`combine` below, or that compiled."""
 
-def find_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel | None:
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What attends on a GPU."""
+
+    flash: Flash
+    combine: Combine
+
+
+def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> Flash | None:
     """The fused kernel where this machine has one that computes what it should, else None."""
     if device.type != "cuda" or dtype != torch.bfloat16 or head_dim > _MOST_WIDTH:
         return None
     if torch.cuda.get_device_capability(device)[0] < _FIRST_CAPABILITY:
         return None
     try:
-        flash = library_kernel()
+        flash = library_flash()
         if right(flash, device, head_dim):
             return flash
         log.warning("fused attention is not used: it does not give what plain attention gives")
@@ -60,7 +81,7 @@ def find_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kern
     return None
 
 
-def library_kernel() -> Kernel:
+def library_flash() -> Flash:
     """`torch.nn.attention.varlen`; raises `ImportError` where this torch has none."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
@@ -86,7 +107,7 @@ def library_kernel() -> Kernel:
     return flash
 
 
-def right(kernel: Kernel, device: torch.device, head_dim: int) -> bool:
+def right(flash: Flash, device: torch.device, head_dim: int) -> bool:
     """Whether the kernel agrees with plain attention: prompts of several lengths, one of them
     without rows, two query heads per KV head.
     """
@@ -100,7 +121,7 @@ def right(kernel: Kernel, device: torch.device, head_dim: int) -> bool:
     keys = Segments(torch.tensor([0, 5, 7, 12], dtype=torch.int32, device=device), 5)
     some = Segments(torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device), 5)
     for q, queries, causal in ((random(9, 6), some, False), (random(12, 6), keys, True)):
-        got = kernel(q, k, v, queries, keys, causal)
+        got = flash(q, k, v, queries, keys, causal)
         want = plain(q.float(), k.float(), v.float(), queries, keys, causal)
         if not all(
             torch.allclose(a.float(), b, rtol=0, atol=_CLOSE)
@@ -113,7 +134,7 @@ def right(kernel: Kernel, device: torch.device, head_dim: int) -> bool:
 def plain(
     q: Tensor, k: Tensor, v: Tensor, queries: Segments, keys: Segments, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """What a `Kernel` computes, prompt by prompt."""
+    """What a `Flash` computes, prompt by prompt."""
     out, log_sum = [], []
     rows, ends = queries.starts.tolist(), keys.starts.tolist()
     for b in range(len(rows) - 1):
@@ -129,10 +150,10 @@ def plain(
     return torch.cat(out), torch.cat(log_sum).float()
 
 
-def behind_prefix(kernel: Kernel, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def behind_prefix(flash: Flash, q: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """All rows `[n, N, D]` over the static prefix `[H, P, D]`, which is one sequence to them."""
     keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-    return kernel(q, keys, values, _whole(q), _whole(keys), False)
+    return flash(q, keys, values, _whole(q), _whole(keys), False)
 
 
 def _whole(x: Tensor) -> Segments:
@@ -140,33 +161,29 @@ def _whole(x: Tensor) -> Segments:
     return Segments(starts, len(x))
 
 
-def merge(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention over all keys `[n, N, D]`, from outputs and log-sum-exps over parts of them."""
-    if len(parts) == 1:
-        return parts[0][0]
-    weights = torch.stack([log_sum for _, log_sum in parts], dim=-1).softmax(dim=-1)
-    out = parts[0][0] * weights[..., :1]
-    for i, (more, _) in enumerate(parts[1:], start=1):
-        out = torch.addcmul(out, more.to(out.dtype), weights[..., i : i + 1])
-    return out.to(parts[0][0].dtype)
+def combine(q: Tensor, parts: list[tuple[Tensor, Tensor]], nodes: Nodes | None) -> Tensor:
+    """Attention over all keys `[n, N, D]`: outputs and log-sum-exps over parts of them, and a few
+    more keys of each row's own.
 
-
-def over_ancestors(
-    q: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, real: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Nodes `[n, N, D]` over themselves and their ancestors `[n, A]`, whose keys and values are
-    gathered from all that are stored `[nodes, H, D]`; float32.
+    Args:
+        q: scaled queries `[n, N, D]`.
+        parts: outputs `[n, N, D]` and log-sum-exps `[n, N]`.
+        nodes: the ancestors of tree nodes; None: the rows are no nodes.
     """
-    grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])  # [n, H, G, D]
-    scores = torch.stack(
-        [
-            (grouped * keys.index_select(0, at).unsqueeze(2)).sum(dim=-1, dtype=torch.float32)
-            for at in ancestors.unbind(dim=1)
-        ],
-        dim=-1,
-    ).masked_fill(~real[:, None, None, :], -torch.inf)
-    weights = scores.softmax(dim=-1)
-    out = torch.zeros_like(grouped, dtype=torch.float32)
-    for a, at in enumerate(ancestors.unbind(dim=1)):
-        out.addcmul_(weights[..., a : a + 1], values.index_select(0, at).unsqueeze(2))
-    return out.flatten(1, 2), scores.logsumexp(dim=-1).flatten(1, 2)
+    if nodes is None and len(parts) == 1:
+        return parts[0][0]
+    heads = q.shape[1] if nodes is None else nodes.keys.shape[1]
+    shape = (len(q), heads, -1, q.shape[-1])  # [n, H, G, D]
+    scores = [log_sum.view(shape[:3]) for _, log_sum in parts]
+    values = [out.view(shape) for out, _ in parts]
+    if nodes is not None:
+        grouped = q.view(shape)
+        for at, real in zip(nodes.ancestors.unbind(dim=1), nodes.real.unbind(dim=1), strict=True):
+            score = (grouped * nodes.keys[at].unsqueeze(2)).sum(dim=-1, dtype=torch.float32)
+            scores.append(score.masked_fill(~real[:, None, None], -torch.inf))
+            values.append(nodes.values[at].unsqueeze(2))
+    weights = torch.stack(scores, dim=-1).softmax(dim=-1)
+    out = torch.zeros_like(q.view(shape), dtype=torch.float32)
+    for i, value in enumerate(values):
+        out.addcmul_(weights[..., i : i + 1], value)
+    return out.to(q.dtype).flatten(1, 2)

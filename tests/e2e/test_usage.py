@@ -1,4 +1,4 @@
-"""A command line that cannot be read ends with 2, and with a line of JSON where that is asked for."""
+"""A command line that cannot be read ends with 2, and says so in JSON where that is asked for."""
 
 from __future__ import annotations
 

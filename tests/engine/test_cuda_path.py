@@ -20,7 +20,7 @@ from engine.label_scoring import label_items
 from engine.sid_trie import build_trie
 from engine.torch_backend import TorchBackend, compiled, varlen
 from engine.torch_backend.lean import Steps, use_lean_layers
-from engine.torch_backend.varlen import find_kernel, library_kernel, plain, right
+from engine.torch_backend.varlen import Kernels, combine, find_flash, library_flash, plain, right
 from schemas.requests import Ragged
 from schemas.settings import QuotaSettings
 from tests.engine.fake_cuda import CUDA, fake_cuda, move
@@ -89,7 +89,7 @@ def fused(torch_backend, monkeypatch):
     monkeypatch.setattr("engine.torch_backend.passes._on_cpu", lambda context: False)
 
     def switch(on):
-        monkeypatch.setattr(torch_backend, "_kernel", plain if on else None)
+        monkeypatch.setattr(torch_backend, "_kernels", Kernels(plain, combine) if on else None)
         torch_backend._prefixes.clear()
         return torch_backend
 
@@ -157,8 +157,8 @@ def ampere(monkeypatch):
     monkeypatch.setattr(varlen, "right", lambda kernel, device, width: right(kernel, CPU, width))
 
     def offer(kernel, dtype=torch.bfloat16, width=64):
-        monkeypatch.setattr(varlen, "library_kernel", kernel)
-        return find_kernel(CUDA, dtype, width)
+        monkeypatch.setattr(varlen, "library_flash", kernel)
+        return find_flash(CUDA, dtype, width)
 
     return offer
 
@@ -185,7 +185,7 @@ def test_where_there_is_no_such_kernel_plain_attention_is_used(ampere, monkeypat
         assert reason in message
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert ampere(lambda: plain) is None
-    assert find_kernel(CPU, torch.bfloat16, 64) is None
+    assert find_flash(CPU, torch.bfloat16, 64) is None
 
 
 def all_of_them(chosen):
@@ -205,7 +205,7 @@ def on_gpu(model_folder, monkeypatch):
 
 def flash():
     """The library's kernel, whose stand-in for fake tensors does not look at devices and types."""
-    kernel = library_kernel()
+    kernel = library_flash()
 
     def strict(q, k, v, queries, keys, causal):
         for tensor in (q, k, v):
@@ -220,11 +220,13 @@ def flash():
 
 @PREFIXES
 @NORMS
-@pytest.mark.parametrize("kernel", [flash, lambda: None], ids=["fused", "plain"])
-def test_everything_happens_on_the_gpu_and_nothing_waits_for_it(on_gpu, kernel, norm, prefix):
+@pytest.mark.parametrize(
+    "kernels", [lambda: Kernels(flash(), combine), lambda: None], ids=["fused", "plain"]
+)
+def test_everything_happens_on_the_gpu_and_nothing_waits_for_it(on_gpu, kernels, norm, prefix):
     """Shapes, devices and dtypes only: fake tensors hold no numbers."""
-    on_gpu._kernel = kernel()
-    if on_gpu._kernel is not None:
+    on_gpu._kernels = kernels()
+    if on_gpu._kernels is not None:
         use_lean_layers(on_gpu._body, Steps(compiled.norm, compiled.turned, compiled.gated))
     it = Setting(norm, CUDA, QuotaSettings(level=1, max_items=2))
     num_candidates = len(it.candidates.values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
@@ -205,19 +206,29 @@ def test_of_a_copy_only_named_files_are_used(spark, catalog_tables, tmp_path):
         spark_tables.copy_tables(spark, config)
 
 
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (lambda was: replace(was, rows=41), "expected 41 rows, got 40 rows"),
+        (
+            lambda was: replace(was, mixed=was.mixed ^ 1),
+            "expected 40 rows, got 40 rows, with other",
+        ),
+        (
+            lambda was: replace(was, total=was.total ^ 1),
+            "expected 40 rows, got 40 rows, with other",
+        ),
+    ],
+    ids=["a row less", "another row", "a row twice"],
+)
 def test_a_table_that_changes_while_it_is_copied_is_told(
-    spark, catalog_tables, tmp_path, monkeypatch
+    spark, catalog_tables, tmp_path, monkeypatch, change, words
 ):
     config = users_table(tmp_path)
-    digest = spark_tables._digest
-
-    def one_more(frame):
-        name, rows = digest(frame)
-        return name, rows + 1
-
+    content = spark_tables._content
     with monkeypatch.context() as patch:
-        patch.setattr(spark_tables, "_digest", one_more)
-        with pytest.raises(RunError, match="expected 41 rows, got 40 rows") as caught:
+        patch.setattr(spark_tables, "_content", lambda frame: change(content(frame)))
+        with pytest.raises(RunError, match=words) as caught:
             spark_tables.copy_tables(spark, config)
     assert caught.value.exit_code == 4
     assert not list((tmp_path / "runs/tables").rglob("*.parquet"))

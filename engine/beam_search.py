@@ -32,7 +32,8 @@ from engine.device_trie import DeviceTrie
 from engine.quotas import beams_per_group
 from engine.row_tiles import TILE, padded
 
-_LEAST_ROWS = {"cpu": 512, "cuda": 4096}  # of a part of the last level; fewer are slow matmuls
+_LEAST_ROWS = {"cpu": 512}  # of a part of the last level; fewer are slow matmuls
+_LEAST_ON_A_GPU = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ def _part(backend: Backend, num_prompts: int, width: int, pool: Pool) -> int:
     """Beams of a prompt that are forwarded before the next look; about as many as results."""
     if backend.facts.resends:  # and pays for the prompts with each part
         return width
-    least = _LEAST_ROWS.get(pool.score.device.type, _LEAST_ROWS["cuda"])
+    least = _LEAST_ROWS.get(pool.score.device.type, _LEAST_ON_A_GPU)
     return max(padded(pool.score.shape[1], TILE), math.ceil(least / num_prompts))
 
 

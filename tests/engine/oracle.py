@@ -1,4 +1,4 @@
-"""The oracle: fp32, one full forward of the library's own model per (user, item).
+"""The oracle: float64, one full forward of the library's own model per (user, item).
 
 No cache, no tree. Twenty lines anyone can check; every fast path is compared with it.
 """
@@ -17,7 +17,7 @@ class Oracle:
     """Scores of semantic IDs by definition."""
 
     def __init__(self, folder: str, trie: SidTrie, space: ItemTokens, norm: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
         self.trie, self.space, self.norm = trie, space, norm
 
     @torch.inference_mode()
@@ -29,7 +29,7 @@ class Oracle:
         tokens = self.tokens(sid)
         embedded = self.model.get_input_embeddings()(torch.tensor(prompt + tokens))
         for position, vector in (soft or {}).items():
-            embedded[position] = vector
+            embedded[position] = vector.to(embedded)
         logits = self.model(inputs_embeds=embedded[None], use_cache=False).logits[0]
         total = 0.0
         for level, token in enumerate(tokens):
@@ -70,7 +70,7 @@ class Oracle:
         """The last hidden state, behind the final norm, of the last token or averaged."""
         tokens = torch.tensor([prompt])
         hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
-        return (hidden[-1] if pooling == "last" else hidden.mean(dim=0)).numpy()
+        return (hidden[-1] if pooling == "last" else hidden.mean(dim=0)).float().numpy()
 
     def all_scores(self, prompt: list[int], **kwargs: object) -> np.ndarray:
         """Scores of every SID of the catalog `[S]`."""

@@ -76,7 +76,7 @@ def find_compiled(device: torch.device, dtype: torch.dtype) -> Compiled | None:
             return made
         log.warning("compiled steps are not used: they do not give what plain ones give")
     except Exception as err:  # no compiler, no Triton, an older GPU: whatever it trips over
-        log.info("compiled steps are not used: %s: %s", type(err).__name__, err)
+        log.warning("compiled steps are not used: %s: %s", type(err).__name__, err)
     return None
 
 

@@ -77,7 +77,7 @@ def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> Flash
             return flash
         log.warning("fused attention is not used: it does not give what plain attention gives")
     except Exception as err:  # whatever an older torch, or a build without the kernel, trips over
-        log.info("fused attention is not used: %s: %s", type(err).__name__, err)
+        log.warning("fused attention is not used: %s: %s", type(err).__name__, err)
     return None
 
 

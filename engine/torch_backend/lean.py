@@ -12,7 +12,7 @@ Legend: T rows, N heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from engine.torch_backend.tree_attention import token_tree_attention
 
-_BLOCK = 256  # rows whose float32 copies stay in the cache
+_BLOCK = 1 << 18  # numbers whose float32 copies stay in the cache
 _MODELS = ("Qwen3", "Qwen2", "Llama", "Mistral")  # one decoder layer, but for biases and norms
 _ATTENTION = {f"{model}Attention" for model in _MODELS}
 _MLP = {f"{model}MLP" for model in _MODELS}
@@ -123,8 +123,18 @@ def _norm_of(module: Any, name: str) -> tuple[Tensor | None, float]:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.to(torch.float32, copy=True)
-    return _scaled(wide, eps).to(x.dtype).mul_(weight)
+    flat = x.flatten(0, -2)
+    out = torch.empty_like(flat)
+    for at in _blocks(flat):
+        out[at] = _scaled(flat[at].to(torch.float32, copy=True), eps)
+        out[at].mul_(weight)
+    return out.view(x.shape)
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Slices of the rows of `x` that stay in the cache."""
+    rows = max(1, _BLOCK // max(1, x[:1].numel()))
+    return (slice(begin, begin + rows) for begin in range(0, len(x), rows))
 
 
 def _scaled(wide: Tensor, eps: float) -> Tensor:
@@ -138,8 +148,7 @@ def _turned(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tens
     half = x.shape[-1] // 2
     weight = None if weight is None else weight.float()
     out = torch.empty_like(x)
-    for begin in range(0, len(x), _BLOCK):
-        at = slice(begin, begin + _BLOCK)
+    for at in _blocks(x):
         wide = x[at].float()
         if weight is not None:
             wide = _scaled(wide, eps).mul_(weight)

@@ -31,7 +31,8 @@ from engine.torch_backend.passes import Block, NodePass, PrefixPass, PromptPass,
 from engine.torch_backend.varlen import Nodes, Segments, behind_prefix
 
 ATTENTION_NAME = "nightshelf_token_tree"
-_MAX_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}  # attention scores held at once, elements
+# Attention scores held at once, elements; on a CPU they stay in the cache.
+_MAX_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
 _QUERY_BLOCK = 128  # prompt positions that attend together
 
 # transformers passes these to every attention function; anything else would change the result.
@@ -273,15 +274,22 @@ def _behind(block: Block, lengths: Tensor, heads: int) -> Tensor | None:
 def _ancestor_scores(q: Tensor, keys: Tensor, ancestors: Tensor, real: Tensor) -> Tensor:
     """Scores of nodes over their ancestors `[m, H, G, A]`, in whole tiles of columns.
 
-    A node has few ancestors: plain products, whose bits no batch size can change.
+    In float32 plain products, whose bits no batch size can change; else a small matmul for each
+    node and head, which is three times faster.
     """
-    scores = [
-        (q * keys.index_select(0, at).unsqueeze(2)).sum(dim=-1, dtype=torch.float32)
-        for at in ancestors.unbind(dim=1)
-    ]
-    stacked = torch.stack(scores, dim=-1).masked_fill_(~real[:, None, None, :], -torch.inf)
-    more = padded(len(scores), TILE) - len(scores)
-    return functional.pad(stacked, (0, more), value=-torch.inf).to(q.dtype)
+    num_nodes, count = ancestors.shape
+    if q.dtype == torch.float32:
+        products = [
+            (q * keys.index_select(0, at).unsqueeze(2)).sum(dim=-1) for at in ancestors.unbind(1)
+        ]
+        scores = torch.stack(products, dim=-1)
+    else:
+        heads, width = keys.shape[1:]
+        at = ancestors[:, None] * heads + torch.arange(heads, device=q.device)[:, None]
+        own = keys.view(-1, width).index_select(0, at.flatten())  # [m * H * A, D]
+        scores = q @ own.view(num_nodes, heads, count, width).mT
+    scores = scores.masked_fill_(~real[:, None, None, :], -torch.inf)
+    return functional.pad(scores, (0, padded(count, TILE) - count), value=-torch.inf)
 
 
 def _prefix_scores(q: Tensor, prefix: PrefixKV, layer: int) -> Tensor:

@@ -19,7 +19,7 @@ from engine.backend import Norm, Targets, TokenColumns
 from engine.row_tiles import TILE, pad_rows, row_chunks
 from engine.score_norms import log_softmax_of_targets, subtract_normaliser
 
-_ROWS = {"cpu": 512, "cuda": 2048}  # of one chunk of logits; on a CPU, for each thread
+_ROWS = {"cpu": 256, "cuda": 2048}  # of one chunk of logits; on a CPU, for each thread
 _MANY = 32768  # columns; beyond, a target's logit is a product of its own
 _PRODUCTS = 1 << 22  # elements of target rows and columns multiplied at once
 _COLUMNS = {"cpu": 2048, "cuda": 16384}  # a chunk that stays in a CPU's cache; one that fills a GPU

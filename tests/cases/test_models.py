@@ -50,6 +50,7 @@ from tests.cases.helpers import (
 )
 from tests.engine.oracle import Oracle
 from tests.factories import (
+    TINY_DECODER,
     bound_space,
     random_codes,
     save_tokenizer,
@@ -59,16 +60,7 @@ from tests.factories import (
     write_inputs,
 )
 
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
+SHAPE = TINY_DECODER | {"tie_word_embeddings": False}
 
 
 def save(folder: Path, config_class, model_class, **changes) -> str:

@@ -3,7 +3,8 @@
 A pack fills the GPU with tens of thousands of rows, so that starting kernels costs little and what
 they read and write costs much: a norm or a rotary embedding written out takes half a dozen passes
 over the rows, a compiled one takes one. Rows are a dynamic size: each function is compiled for the
-first size, once more for any size, and never again.
+first size and once more for any size; the merge for each number of ancestors, and past PyTorch's
+limit of such variants it runs as it is written.
 
 Legend: T rows, N heads, D head width, C columns.
 """
@@ -83,13 +84,14 @@ def find_compiled(device: torch.device, dtype: torch.dtype) -> Compiled | None:
 def compiled(backend: str = "inductor") -> Compiled:
     """Not compiled yet: that happens at the first call of each."""
     make: Any = torch.compile
-    inductor.compile_threads = 1  # four small kernels are no work for a pool of processes
+    inductor.compile_threads = 1  # a few small kernels are no work for a pool of processes
     a, b, c, d, e = (
         make(step, backend=backend) for step in (norm, turned, gated, log_sum, varlen.combine)
     )
     return Compiled(Steps(a, b, c), d, e)
 
 
+@torch.inference_mode()  # as the engine runs: compiled code of another mode would not be used again
 def right(made: Compiled, device: torch.device) -> bool:
     """Whether they agree with the plain functions, at two numbers of rows."""
     noise = torch.Generator().manual_seed(0)

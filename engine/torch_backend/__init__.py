@@ -16,6 +16,7 @@ from engine.row_tiles import pad_rows
 from engine.torch_backend.compiled import find_compiled
 from engine.torch_backend.context import PrefixKV, TorchContext
 from engine.torch_backend.head import Head
+from engine.torch_backend.laid_out import find_lay_out, lay_out_layers
 from engine.torch_backend.lean import use_lean_layers
 from engine.torch_backend.memory import rows_that_fit
 from engine.torch_backend.model import (
@@ -44,10 +45,12 @@ class TorchBackend:
         self._embed = self._model.get_input_embeddings()
         self._independent = dtype == "float32" and device.type == "cpu"
         self._compiled = find_compiled(device, _DTYPES[dtype])
+        self._lay_out = find_lay_out(device, _DTYPES[dtype])
         self._head = Head(
             head_of(self._model, folder),
             independent=self._independent,
             log_sum=None if self._compiled is None else self._compiled.log_sum,
+            lay_out=self._lay_out,
         )
         self._prefixes: dict[bytes, PrefixKV] = {}
         self._kernels = self._find_kernels(device, _DTYPES[dtype])
@@ -198,6 +201,14 @@ class TorchBackend:
             self._prefixes[key] = prefix
         return self._prefixes[key]
 
+    def _make_fast(self) -> None:
+        if self._facts.device.type == "cpu" and not self._independent:
+            use_lean_layers(self._body)
+        elif self._compiled is not None:
+            use_lean_layers(self._body, self._compiled.steps)
+        if self._lay_out is not None:
+            lay_out_layers(self._body, self._lay_out)
+
     @torch.inference_mode()
     def _probe(self, folder: str) -> None:
         """Read a short sequence through prefix, prompt and tree, and through the library itself.
@@ -207,11 +218,7 @@ class TorchBackend:
         vocab = self._facts.vocab_size
         tokens = np.asarray([(7 * i + 3) % vocab for i in range(6)], dtype=np.int64)
         want = reference_log_probs(self._model, self._put(tokens))[-1]
-        # After the library had its say:
-        if self._facts.device.type == "cpu" and not self._independent:
-            use_lean_layers(self._body)
-        elif self._compiled is not None:
-            use_lean_layers(self._body, self._compiled.steps)
+        self._make_fast()  # after the library had its say
         prompts = PackedPrompts(
             token_ids=tokens[2:4],
             offsets=np.asarray([0, 2], dtype=np.int64),

@@ -18,6 +18,7 @@ from torch.nn import functional
 from engine.backend import Norm, Targets, TokenColumns
 from engine.row_tiles import TILE, pad_rows, row_chunks
 from engine.score_norms import log_softmax_of_targets, subtract_normaliser
+from engine.torch_backend.laid_out import LayOut, Linear, plain
 
 _ROWS = {"cpu": 256, "cuda": 2048}  # of one chunk of logits; on a CPU, for each thread
 _MANY = 32768  # columns; beyond, a target's logit is a product of its own
@@ -32,9 +33,16 @@ class Head:
     """Log-probabilities from hidden states."""
 
     def __init__(
-        self, head: nn.Linear, *, independent: bool, log_sum: LogSum | None = None
+        self,
+        head: nn.Linear,
+        *,
+        independent: bool,
+        log_sum: LogSum | None = None,
+        lay_out: LayOut | None = None,
     ) -> None:
-        """`log_sum` `[R, C] -> [R]`, None: ours."""
+        """`log_sum` `[R, C] -> [R]`, None: ours; `lay_out` of the weights of the whole vocabulary,
+        which are copied then; None: they are read where they are.
+        """
         self._independent = independent  # pad rows so that a row's bits are its own
         self._log_sum_of = log_sum or (_stable_log_sum if independent else _fast_log_sum)
         self._weight = head.weight.detach()
@@ -42,6 +50,8 @@ class Head:
         self._parts: WeakKeyDictionary[TokenColumns, tuple[Tensor, Tensor | None]] = (
             WeakKeyDictionary()
         )
+        self._lay_out = lay_out or plain
+        self._whole: list[Linear] | None = None  # made when first read
 
     def log_probs(self, hidden: Tensor, targets: Targets, norm: Norm) -> Tensor:
         """Log-probabilities `[M]` of targets whose rows index `hidden` `[R, hidden]`."""
@@ -52,10 +62,12 @@ class Head:
         if norm.kind == "trie":
             return log_softmax_of_targets(logits, targets, num_rows)
         if norm.kind == "full_vocab":
-            normaliser = self._log_sum(hidden, self._weight, self._bias)
+            if self._whole is None:
+                self._whole = _chunks(self._weight, self._bias, self._lay_out)
+            normaliser = self._log_sum(hidden, self._whole)
         else:
             assert norm.columns is not None, f"norm {norm.kind} needs its columns"
-            normaliser = self._log_sum(hidden, *self._part(norm.columns))
+            normaliser = self._log_sum(hidden, _chunks(*self._part(norm.columns), plain))
         return subtract_normaliser(logits, normaliser, targets.row)
 
     def _part(self, columns: TokenColumns) -> tuple[Tensor, Tensor | None]:
@@ -101,18 +113,20 @@ class Head:
             out.append(logits if bias is None else logits + bias[column].float())
         return torch.cat(out) if out else hidden.new_empty(0, dtype=torch.float32)
 
-    def _log_sum(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _log_sum(self, hidden: Tensor, chunks: list[Linear]) -> Tensor:
         """Log-sum-exp of each row's logits `[R]`, float32."""
-        step = _COLUMNS[hidden.device.type]
-        begins = range(0, len(weight), step)
-        sums = torch.empty((len(hidden), len(begins)), device=hidden.device)
-        for i, begin in enumerate(begins):
-            part = slice(begin, begin + step)
-            some_bias = None if bias is None else bias[part]
+        sums = torch.empty((len(hidden), len(chunks)), device=hidden.device)
+        for i, chunk in enumerate(chunks):
             for rows in row_chunks(len(hidden), _rows_at_once(hidden)):
-                logits = functional.linear(hidden[rows], weight[part], some_bias)
-                sums[rows, i] = self._log_sum_of(logits)
+                sums[rows, i] = self._log_sum_of(chunk(hidden[rows]))
         return sums.logsumexp(dim=-1)
+
+
+def _chunks(weight: Tensor, bias: Tensor | None, lay_out: LayOut) -> list[Linear]:
+    """The head in blocks of columns."""
+    step = _COLUMNS[weight.device.type]
+    parts = (slice(begin, begin + step) for begin in range(0, len(weight), step))
+    return [lay_out(weight[part], None if bias is None else bias[part]) for part in parts]
 
 
 def _rows_at_once(hidden: Tensor) -> int:

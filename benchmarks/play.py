@@ -19,6 +19,7 @@ from benchmarks.vllm_client import PeerError
 from benchmarks.watched import PHASES
 from benchmarks.workload import Workload
 from engine.backend import Backend
+from engine.torch_backend.laid_out import find_lay_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Played:
     contenders: list[Contender]  # ours first
     phases: list[dict[str, float]]  # seconds of each turn
     limits: list[dict[str, float]]
+    stricter: list[dict[str, float]]  # with weights laid out; none where there is no such thing
     flops: dict[str, int]
     checks: list[dict[str, Any]]
     skipped: dict[str, str]  # peers that could not take part, and why
@@ -43,6 +45,11 @@ class Played:
     def limit_seconds(self) -> float:
         """Median of the bare matmuls of the whole pass."""
         return median_of(self.limits, "whole")
+
+    @property
+    def stricter_seconds(self) -> float | None:
+        """The same with weights laid out."""
+        return median_of(self.stricter, "whole") if self.stricter else None
 
     def ratio(self, name: str) -> float | None:
         """A peer's median over ours; None: it took no part."""
@@ -86,6 +93,8 @@ def play(work: Workload, backend: Backend, guests: Guests, *, sample: int, repea
     ours = Ours(work, backend)
     answer = ours()
     limit = Limit(guests.model, answer.passes)
+    lay_out = find_lay_out(backend.facts.device, guests.model.dtype)
+    stricter = Limit(guests.model, answer.passes, lay_out) if lay_out else None
     first = Contender(OURS, lambda: ours.phases()["whole"], answer.rows)
     played = Played(
         work=work,
@@ -93,6 +102,7 @@ def play(work: Workload, backend: Backend, guests: Guests, *, sample: int, repea
         contenders=[first],
         phases=[],
         limits=[],
+        stricter=[],
         flops=limit.flops(),
         checks=[],
         skipped={},
@@ -112,18 +122,23 @@ def play(work: Workload, backend: Backend, guests: Guests, *, sample: int, repea
         played.contenders[0] = dataclasses.replace(first, turn=invitation.timed(ours))
     for turn in range(repeats):
         say(f"  turn {turn + 1} of {repeats}")
-        _take_turns(played, ours, limit, on_cpu)
+        _take_turns(played, ours, (limit, stricter), on_cpu)
     return played
 
 
-def _take_turns(played: Played, ours: Ours, limit: Limit, on_cpu: bool) -> None:
+def _take_turns(
+    played: Played, ours: Ours, limits: tuple[Limit, Limit | None], on_cpu: bool
+) -> None:
     phases = ours.phases()
     played.phases.append(phases)
     if on_cpu:
         played.ours.seconds.append(phases["whole"])
     else:
         played.ours.take_turn()
+    limit, stricter = limits
     played.limits.append(limit())
+    if stricter is not None:
+        played.stricter.append(stricter())
     for contender in played.contenders[1:]:
         contender.take_turn()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cases import PromptKind
 from benchmarks.contenders import OURS, PEERS, Contender
 from benchmarks.play import Played
 
@@ -24,6 +25,7 @@ RATIOS = {
     "beam_vs_hf": "hf",
     "beam_vs_vllm": "beams_vllm",
 }
+KINDS: tuple[PromptKind, ...] = ("history", "soft_token", "long")
 
 
 def make_report(
@@ -50,11 +52,8 @@ def make_report(
             for one in played
             if len(one.contenders) > 1
         },
-        "mfu": {
-            "history": _mfu([p for p in played if p.work.case.prompt == "history"]),
-            "soft_token": _mfu([p for p in played if p.work.case.prompt == "soft_token"]),
-            "long": _mfu([p for p in played if p.work.case.prompt == "long"]),
-        },
+        "mfu": {kind: _mfu(_of_kind(played, kind)) for kind in KINDS},
+        "mfu_laid_out": {kind: _mfu_laid_out(_of_kind(played, kind)) for kind in KINDS},
         "pipeline_overhead": pipeline.get("overhead"),
         "peak_memory_ratio": pipeline.get("memory_ratio"),
         "pipeline": pipeline,
@@ -79,6 +78,19 @@ def _mfu(played: list[Played]) -> float | None:
     return sum(p.limit_seconds for p in played) / sum(p.ours.median for p in played)
 
 
+def _mfu_laid_out(played: list[Played]) -> float | None:
+    """The same with the weights of the bare matmuls laid out as the engine's are."""
+    limits = [p.stricter_seconds for p in played]
+    found = [limit for limit in limits if limit is not None]
+    if not found or len(found) < len(limits):
+        return None
+    return sum(found) / sum(p.ours.median for p in played)
+
+
+def _of_kind(played: list[Played], kind: PromptKind) -> list[Played]:
+    return [p for p in played if p.work.case.prompt == kind]
+
+
 def _case(one: Played, price_per_hour: float) -> dict[str, Any]:
     case = dataclasses.asdict(one.work.case)
     return case | {
@@ -87,6 +99,7 @@ def _case(one: Played, price_per_hour: float) -> dict[str, Any]:
         "rows_naive": one.answer.rows_naive,
         "sharing": one.answer.rows_naive / one.answer.rows,
         "mfu": one.limit_seconds / one.ours.median,
+        "mfu_laid_out": _mfu_laid_out([one]),
         "gflops_per_s": one.flops["whole"] / one.ours.median / 1e9,
         "limit_gflops_per_s": one.flops["whole"] / one.limit_seconds / 1e9,
         "phases": one.phase_figures(),

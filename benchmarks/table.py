@@ -86,7 +86,9 @@ def _summary(report: dict[str, Any]) -> Table:
     for key, value in report["ratios"].items():
         table.add_row(key, _times(value))
     for key, value in report["mfu"].items():
-        table.add_row(f"mfu, {key}", _percent(value))
+        strict = report["mfu_laid_out"][key]
+        beside = "" if strict is None else f"; weights laid out {strict:.1%}"
+        table.add_row(f"mfu, {key}", _percent(value) + beside)
     run = report["pipeline"]
     table.add_row("pipeline overhead", _percent(report["pipeline_overhead"]))
     if "start_s" in run:

@@ -33,9 +33,9 @@ PHASES = ("prefill", "tree", "head")
 class Passes:
     """What went through the device in each call, and how long each phase took."""
 
-    prefill: list[int] = field(default_factory=list)  # rows of each pass
-    tree: list[int] = field(default_factory=list)
-    head: list[tuple[int, int]] = field(default_factory=list)  # rows, and columns read of each
+    prefill: list[tuple[int, int]] = field(default_factory=list)  # rows and prompts of each pass
+    tree: list[int] = field(default_factory=list)  # rows
+    head: list[tuple[int, int]] = field(default_factory=list)  # rows, and columns read
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
 
@@ -53,8 +53,8 @@ class Watched:
         return self._backend.facts
 
     def prefill(self, prompts: PackedPrompts, max_nodes: int) -> Context:
-        """Note the prompt tokens."""
-        self.passes.prefill.append(len(prompts.token_ids))
+        """Note the prompt tokens and the prompts."""
+        self.passes.prefill.append((len(prompts.token_ids), prompts.num_prompts))
         with self._timed("prefill"):
             return self._backend.prefill(prompts, max_nodes)
 

@@ -45,6 +45,7 @@ class TorchBackend:
         self._embed = self._model.get_input_embeddings()
         self._independent = dtype == "float32" and device.type == "cpu"
         self._compiled = find_compiled(device, _DTYPES[dtype])
+        self._skips = False  # whether the last layer forwards what is read behind it and no more
         self._lay_out = find_lay_out(device, _DTYPES[dtype])
         self._head = Head(
             head_of(self._model, folder),
@@ -101,16 +102,16 @@ class TorchBackend:
     @torch.inference_mode()
     def prefill(self, prompts: PackedPrompts, max_nodes: int) -> TorchContext:
         """Forward packed prompts; keep KV per prompt and the hidden state of each prompt end."""
-        context, hidden = self._forward_prompts(prompts, max_nodes)
-        context.hidden[: prompts.num_prompts] = hidden[self._put(prompts.offsets[1:] - 1)]
+        context, hidden = self._forward_prompts(prompts, max_nodes, ends_only=True)
+        context.hidden[: prompts.num_prompts] = hidden
         return context
 
     @torch.inference_mode()
     def embed(self, prompts: PackedPrompts, pooling: Pooling) -> Tensor:
         """Hidden states behind the final norm, pooled per prompt `[B, hidden]` float32."""
-        context, hidden = self._forward_prompts(prompts, 0)
+        context, hidden = self._forward_prompts(prompts, 0, ends_only=pooling == "last")
         if pooling == "last":
-            return hidden[self._put(prompts.offsets[1:] - 1)].float()
+            return hidden.float()
         # Sums row after row inside a prompt, so that its neighbours cannot change its bits.
         total = torch.segment_reduce(hidden.float(), "sum", lengths=context.lengths, axis=0)
         if context.prefix.hidden_sum is not None:
@@ -118,9 +119,11 @@ class TorchBackend:
         return total / (context.lengths + context.prefix.length)[:, None]
 
     def _forward_prompts(
-        self, prompts: PackedPrompts, max_nodes: int
+        self, prompts: PackedPrompts, max_nodes: int, ends_only: bool
     ) -> tuple[TorchContext, Tensor]:
-        """A context with the prompts' KV, and the last hidden state of each token `[T, hidden]`."""
+        """A context with the prompts' KV, and the last hidden state of each token `[T, hidden]`, or
+        of the last one of each prompt `[B, hidden]`.
+        """
         prefix = self._prefix(prompts.static_prefix)
         position = np.arange(len(prompts.token_ids))
         position -= np.repeat(prompts.offsets[:-1], prompts.lengths)
@@ -139,9 +142,14 @@ class TorchBackend:
             embedded[self._put(prompts.soft_positions)] = prompts.soft_vectors.to(embedded)
         hidden = [
             self._forward(embedded[part.rows], positions[part.rows], part)
-            for part in prompt_passes(context, prompts.offsets, self._independent)
+            for part in prompt_passes(
+                context, prompts.offsets, self._independent, ends_only and self._skips
+            )
         ]
-        return context, torch.cat(hidden)
+        found = torch.cat(hidden)
+        if ends_only and not self._skips:
+            found = found[self._put(prompts.offsets[1:] - 1)]
+        return context, found
 
     @torch.inference_mode()
     def extend(self, context: TorchContext, nodes: NodeBatch) -> None:
@@ -203,21 +211,22 @@ class TorchBackend:
 
     def _make_fast(self) -> None:
         if self._facts.device.type == "cpu" and not self._independent:
-            use_lean_layers(self._body)
+            self._skips = use_lean_layers(self._body)
         elif self._compiled is not None:
-            use_lean_layers(self._body, self._compiled.steps)
+            self._skips = use_lean_layers(self._body, self._compiled.steps)
         if self._lay_out is not None:
             lay_out_layers(self._body, self._lay_out)
 
     @torch.inference_mode()
     def _probe(self, folder: str) -> None:
-        """Read a short sequence through prefix, prompt and tree, and through the library itself.
+        """Read a short sequence through prefix, prompt and tree, and through the library itself: what
+        follows the prompt's end, and a node's.
 
         Catches what a name check cannot: logit scaling, soft-capping, another attention.
         """
         vocab = self._facts.vocab_size
         tokens = np.asarray([(7 * i + 3) % vocab for i in range(6)], dtype=np.int64)
-        want = reference_log_probs(self._model, self._put(tokens))[-1]
+        want = reference_log_probs(self._model, self._put(tokens))[[3, 5]]
         self._make_fast()  # after the library had its say
         prompts = PackedPrompts(
             token_ids=tokens[2:4],
@@ -241,12 +250,12 @@ class TorchBackend:
         )
         some = np.unique(np.linspace(0, vocab - 1, 64, dtype=np.int64))
         targets = Targets(
-            row=self._put(np.zeros(len(some), dtype=np.int64)),
-            column=self._put(np.arange(len(some), dtype=np.int64)),
+            row=self._put(np.repeat(np.arange(2), len(some))),
+            column=self._put(np.tile(np.arange(len(some)), 2)),
             columns=TokenColumns(some),
         )
-        got = self.log_probs(context, self._put(np.asarray([2])), targets, Norm("full_vocab"))
-        difference = float((got - want[self._put(some)]).abs().max())
+        got = self.log_probs(context, self._put(np.asarray([0, 2])), targets, Norm("full_vocab"))
+        difference = float((got - want[:, self._put(some)].flatten()).abs().max())
         self._prefixes.clear()
         if not difference <= _PROBE_TOLERANCE[self._facts.dtype]:
             raise EngineError(

@@ -44,7 +44,8 @@ class Head:
         which are copied then; None: they are read where they are.
         """
         self._independent = independent  # pad rows so that a row's bits are its own
-        self._log_sum_of = log_sum or (_stable_log_sum if independent else _fast_log_sum)
+        self._log_sum_of = log_sum or _stable_log_sum
+        self._in_cache = log_sum is None and not independent and head.weight.device.type == "cpu"
         self._weight = head.weight.detach()
         self._bias = None if head.bias is None else head.bias.detach()
         self._parts: WeakKeyDictionary[TokenColumns, tuple[Tensor, Tensor | None]] = (
@@ -115,6 +116,14 @@ class Head:
 
     def _log_sum(self, hidden: Tensor, chunks: list[Linear]) -> Tensor:
         """Log-sum-exp of each row's logits `[R]`, float32."""
+        if self._in_cache:
+            found = _fast_log_sum(hidden, chunks)
+            if (over := ~found.isfinite()).any():
+                found[over] = self._log_sum_of_chunks(hidden[over], chunks)
+            return found
+        return self._log_sum_of_chunks(hidden, chunks)
+
+    def _log_sum_of_chunks(self, hidden: Tensor, chunks: list[Linear]) -> Tensor:
         sums = torch.empty((len(hidden), len(chunks)), device=hidden.device)
         for i, chunk in enumerate(chunks):
             for rows in row_chunks(len(hidden), _rows_at_once(hidden)):
@@ -135,17 +144,25 @@ def _rows_at_once(hidden: Tensor) -> int:
 
 
 def _stable_log_sum(logits: Tensor) -> Tensor:
-    """`[R, C] -> [R]`; a row's bits are its own."""
-    return logits.logsumexp(dim=-1)
+    """`[R, C] -> [R]` float32; a row's bits are its own."""
+    return logits.float().logsumexp(dim=-1)
 
 
-def _fast_log_sum(logits: Tensor) -> Tensor:
-    """`[R, C] -> [R]` float32, in place where it can.
+def _fast_log_sum(hidden: Tensor, chunks: list[Linear]) -> Tensor:
+    """Log-sum-exp of each row's logits `[R]`, float32; infinite for a row whose logits somewhere are
+    88 nats and more above all of the first chunk.
 
-    Powers of two are three times faster than `exp` on a CPU; but a row's last columns may be
+    The largest logit of the first chunk, in place of the largest of all, saves a pass over the
+    rest. Powers of two are three times faster than `exp` on a CPU; but a row's last columns may be
     computed by other code than the rest, which depends on where the row lies.
     """
-    logits = logits.float()
-    top = logits.amax(dim=-1, keepdim=True)
-    torch.sub(top * -_LOG2_E, logits, alpha=-_LOG2_E, out=logits)  # (logits - top) * log2(e)
-    return logits.exp2_().sum(dim=-1).log_().add_(top[:, 0])
+    total, base = torch.zeros((2, len(hidden)))
+    for i, chunk in enumerate(chunks):
+        for rows in row_chunks(len(hidden), _rows_at_once(hidden)):
+            logits = chunk(hidden[rows]).float()
+            if i == 0:
+                base[rows] = logits.amax(dim=-1).mul_(-_LOG2_E)
+            torch.sub(base[rows, None], logits, alpha=-_LOG2_E, out=logits)
+            total[rows] += logits.exp2_().sum(dim=-1)
+    found: Tensor = total.log_().sub_(base, alpha=1 / _LOG2_E)
+    return found

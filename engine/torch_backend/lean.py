@@ -21,12 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engine.torch_backend.passes import PromptPass, TreePass
 from engine.torch_backend.tree_attention import token_tree_attention
 
 _BLOCK = 1 << 18  # numbers whose float32 copies stay in the cache
 _MODELS = ("Qwen3", "Qwen2", "Llama", "Mistral")  # one decoder layer, but for biases and norms
 _ATTENTION = {f"{model}Attention" for model in _MODELS}
 _MLP = {f"{model}MLP" for model in _MODELS}
+_LAYER = {f"{model}DecoderLayer" for model in _MODELS}
 _CLOSE = 0.02  # relative; bfloat16 keeps 8 bits
 
 
@@ -44,13 +46,19 @@ class Steps:
     """`silu(gate) * up`; may overwrite the gate."""
 
 
-def use_lean_layers(model: nn.Module, steps: Steps | None = None) -> None:
+def use_lean_layers(model: nn.Module, steps: Steps | None = None) -> bool:
     """Give the norms, the attention and the gated MLPs of `model` our forward.
+
+    Behind the last layer a prompt's last token is read and no other. Where that layer is known, it
+    forwards no more than that, but for the keys and values; its output has those rows.
 
     Args:
         steps: None: those for a CPU.
+
+    Returns:
+        Whether the last layer is known.
     """
-    steps = steps or ON_CPU
+    steps, last = steps or ON_CPU, False
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm") and _is_plain(module):
@@ -59,9 +67,12 @@ def use_lean_layers(model: nn.Module, steps: Steps | None = None) -> None:
             lean = partial(_attention, steps, module)
         elif name in _MLP and _of(module).config.hidden_act == "silu":
             lean = partial(_mlp, steps, module)
+        elif name in _LAYER and module is _of(model).layers[-1]:
+            lean, last = partial(_last_layer, module), True
         else:
             continue
         module.forward = lean
+    return last
 
 
 def _eps(norm: nn.Module) -> float:
@@ -94,25 +105,42 @@ def _mlp(steps: Steps, module: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _last_layer(
+    module: Any, hidden_states: Tensor, tree_pass: TreePass | None = None, **kwargs: Any
+) -> Tensor:
+    """The library's decoder layer, of the rows that are read behind it."""
+    ends = tree_pass.ends if isinstance(tree_pass, PromptPass) else None
+    normed = module.input_layernorm(hidden_states)
+    attended, _ = module.self_attn(hidden_states=normed, tree_pass=tree_pass, ends=ends, **kwargs)
+    hidden = attended + (hidden_states if ends is None else hidden_states[:, ends])
+    out: Tensor = hidden + module.mlp(module.post_attention_layernorm(hidden))
+    return out
+
+
 def _attention(
     steps: Steps,
     module: Any,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
+    ends: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Projections, norms of the heads where there are any, rotary embedding and tree attention."""
-    shape = (hidden_states.shape[1], -1, module.head_dim)  # [T, N, D]
-    q = module.q_proj(hidden_states).view(shape)
-    k = module.k_proj(hidden_states).view(shape)
-    v = module.v_proj(hidden_states).view(shape)
+    """Projections, norms of the heads where there are any, rotary embedding and tree attention; of
+    all rows, or of those at `ends`.
+    """
+    heads = (-1, module.head_dim)
     cos, sin = (x[0].float()[:, None] for x in position_embeddings)  # [T, 1, D]
+    k = module.k_proj(hidden_states).view(hidden_states.shape[1], *heads)  # [T, H, D]
+    v = module.v_proj(hidden_states).view(k.shape)
+    k = steps.turned(k, *_norm_of(module, "k_norm"), cos, sin)
+    if ends is not None:
+        hidden_states, cos, sin = hidden_states[:, ends], cos[ends], sin[ends]
+    q = module.q_proj(hidden_states).view(hidden_states.shape[1], *heads)  # [T, N, D]
     scale = module.scaling  # of the scores, at no cost here
     q = steps.turned(q, *_norm_of(module, "q_norm"), cos * scale, sin * scale)
-    k = steps.turned(k, *_norm_of(module, "k_norm"), cos, sin)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out, _ = token_tree_attention(module, q, k, v, attention_mask, scaling=1.0, **kwargs)
+    out, _ = token_tree_attention(module, q, k, v, attention_mask, scaling=1.0, ends=ends, **kwargs)
     return module.o_proj(out.flatten(2)), None
 
 
@@ -146,12 +174,14 @@ def _scaled(wide: Tensor, eps: float) -> Tensor:
 def _turned(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """`x * cos + (-x2, x1) * sin` for halves x1 and x2."""
     half = x.shape[-1] // 2
-    weight = None if weight is None else weight.float()
+    if weight is not None:  # it goes into cos and sin, which all heads share
+        weight = weight.float()
+        cos, sin = cos * weight, sin * weight.roll(half)
     out = torch.empty_like(x)
     for at in _blocks(x):
-        wide = x[at].float()
+        wide = x[at].to(torch.float32, copy=True)
         if weight is not None:
-            wide = _scaled(wide, eps).mul_(weight)
+            _scaled(wide, eps)
         turned = wide * cos[at]
         turned[..., :half].addcmul_(wide[..., half:], sin[at, :, :half], value=-1)
         turned[..., half:].addcmul_(wide[..., :half], sin[at, :, half:])

@@ -47,11 +47,17 @@ class PromptPass:
     place: Tensor | None  # [n]; None: the rows stay packed
     length: int  # of the longest of these prompts, padded
     independent: bool
+    ends: Tensor | None  # [b] rows of the pass that are read behind the last layer; None: all
 
     @property
     def num_rows(self) -> int:
         """Tokens forwarded."""
         return int(self.rows.stop - self.rows.start)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """b prompts, each as long as the longest, padded."""
+        return self.prompts.stop - self.prompts.start, self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +113,15 @@ class NodePass:
 TreePass = PrefixPass | PromptPass | NodePass
 
 
-def prompt_passes(context: TorchContext, offsets: Ints, independent: bool) -> Iterator[PromptPass]:
+def prompt_passes(
+    context: TorchContext, offsets: Ints, independent: bool, ends_only: bool
+) -> Iterator[PromptPass]:
     """Whole prompts, in order, as many as fit a pass; a longer one has a pass of its own."""
+    device = context.lengths.device
     if context.kernels is not None:
         every, tokens = slice(0, len(offsets) - 1), slice(0, int(offsets[-1]))
-        yield PromptPass(context, every, tokens, None, context.max_length, independent)
+        ends = torch.from_numpy(offsets[1:] - 1).to(device) if ends_only else None
+        yield PromptPass(context, every, tokens, None, context.max_length, independent, ends)
         return
     most = _most_rows(context)
     first = 0
@@ -122,8 +132,9 @@ def prompt_passes(context: TorchContext, offsets: Ints, independent: bool) -> It
         length = padded(int(lengths.max()), LEAST_KEYS)
         place = np.concatenate([np.arange(n) + i * length for i, n in enumerate(lengths)])
         rows = slice(int(offsets[first]), int(offsets[stop]))
-        put = torch.from_numpy(place).to(context.lengths.device)
-        yield PromptPass(context, slice(first, stop), rows, put, length, independent)
+        put = torch.from_numpy(place).to(device)
+        ends = torch.from_numpy(lengths.cumsum() - 1).to(device) if ends_only else None
+        yield PromptPass(context, slice(first, stop), rows, put, length, independent, ends)
         first = stop
 
 

@@ -50,11 +50,13 @@ def token_tree_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     tree_pass: TreePass | None = None,
+    ends: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer: query `[1, H*G, T, D]`, key and value `[1, H, T, D]`.
 
-    Rows behind the pass's `num_rows` are padding: they attend nothing and get zeros.
+    With `ends` `[b]` the queries `[1, H*G, b, D]` are those of the last token of each prompt of a
+    pass; keys and values are of all. Rows behind the pass's `num_rows` are padding: they attend nothing and get zeros.
     """
     unknown = {name for name, value in kwargs.items() if value is not None} - _HARMLESS
     assert tree_pass is not None, "token-tree attention needs a pass to belong to"
@@ -68,6 +70,8 @@ def token_tree_attention(
     match tree_pass:
         case PrefixPass():
             out = _prefix_layer(tree_pass, q, k, v)
+        case PromptPass() if ends is not None:
+            return _ends_layer(tree_pass, layer, q, k, v)[None], None
         case PromptPass():
             out = _prompt_layer(tree_pass, layer, q, k, v)
         case NodePass():
@@ -94,11 +98,8 @@ def _prompt_layer(the_pass: PromptPass, layer: int, q: Tensor, k: Tensor, v: Ten
         assert context.segments is not None, "made with the kernels"
         context.keep_packed(k, v)
         return _packed(context, layer, q, context.segments, causal=True)
-    shape = (the_pass.prompts.stop - the_pass.prompts.start, the_pass.length)
-    q, k, v = (_pad(x, the_pass.place, shape) for x in (q, k, v))  # [b, l, heads, D]
-    context.keep_prompts(layer, the_pass.prompts, k, v)
-    q, kept = q.transpose(1, 2), (the_pass.prompts, slice(None), slice(the_pass.length))
-    k, v = context.prompt_keys[layer][kept], context.prompt_values[layer][kept]  # [b, H, l, D]
+    q = _pad(q, the_pass.place, the_pass.shape).transpose(1, 2)  # [b, H*G, l, D]
+    k, v = _kept(the_pass, the_pass.place, layer, k, v)
     if not prefix.length:
         out = _causal(q, k, v, 0)
     elif q.device.type == "cpu":
@@ -108,6 +109,38 @@ def _prompt_layer(the_pass: PromptPass, layer: int, q: Tensor, k: Tensor, v: Ten
         v = torch.cat([prefix.values[layer].expand(len(v), -1, -1, -1), v], dim=2)
         out = _causal(q, k, v, prefix.length)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, the_pass.place)  # [n, H*G, D]
+
+
+def _kept(
+    the_pass: PromptPass, place: Tensor, layer: int, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values `[b, H, l, D]` of the pass, once the context has them."""
+    context = the_pass.context
+    k, v = (_pad(x, place, the_pass.shape) for x in (k, v))  # [b, l, H, D]
+    context.keep_prompts(layer, the_pass.prompts, k, v)
+    kept = (the_pass.prompts, slice(None), slice(the_pass.length))
+    return context.prompt_keys[layer][kept], context.prompt_values[layer][kept]
+
+
+def _ends_layer(the_pass: PromptPass, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last token of each prompt `[b, H*G, D]`, which sees its whole prompt."""
+    context, prefix = the_pass.context, the_pass.context.prefix
+    if the_pass.place is None:
+        context.keep_packed(k, v)
+        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        return _packed(context, layer, q, Segments(starts, 1), causal=False)
+    k, v = _kept(the_pass, the_pass.place, layer, k, v)
+    q = q.view(len(q), k.shape[1], -1, q.shape[-1])  # [b, H, G, D]
+    key = torch.arange(the_pass.length, device=q.device)
+    behind = key >= context.lengths[the_pass.prompts, None]
+    scores = (q @ k.mT).masked_fill_(behind[:, None, None], -torch.inf)
+    if prefix.length:
+        scores = torch.cat([scores, _prefix_scores(q, prefix, layer)], dim=-1)
+    weights = scores.softmax(dim=-1)
+    out = weights[..., : the_pass.length] @ v
+    if prefix.length:
+        out += _prefix_values(weights[..., the_pass.length :], prefix, layer)
+    return out.flatten(1, 2)
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, before: int) -> Tensor:

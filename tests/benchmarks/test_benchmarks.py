@@ -103,12 +103,13 @@ def test_overhead_leaves_out_what_every_run_pays_once():
 
 def test_the_limit_counts_the_matmuls_of_the_rows_and_columns_that_are_read(backend):
     model = backend._model
-    passes = Passes(prefill=[10], tree=[3, 4], head=[(5, 82), (2, 6)])
+    passes = Passes(prefill=[(10, 3)], tree=[3, 4], head=[(5, 82), (2, 6)])
     limit = Limit(model, passes)
     hidden, intermediate, queries, keys = 32, 64, 4 * 8, 2 * 8
-    layer = hidden * (2 * queries + 2 * keys + 3 * intermediate)  # q, o, k, v, gate, up, down
+    kept = hidden * 2 * keys  # k, v
+    layer = kept + hidden * (2 * queries + 3 * intermediate)  # and q, o, gate, up, down
     flops = limit.flops()
-    assert flops["prefill"] == 2 * 2 * layer * 10  # two layers
+    assert flops["prefill"] == 2 * (layer * 10 + kept * 10 + (layer - kept) * 3)  # two layers
     assert flops["tree"] == 2 * 2 * layer * 7
     assert flops["head"] == 2 * hidden * (5 * 82 + 2 * 6)
     assert flops["whole"] == flops["prefill"] + flops["tree"] + flops["head"]

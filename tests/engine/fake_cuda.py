@@ -63,6 +63,7 @@ def move(backend: TorchBackend, folder: str) -> None:
     backend._embed = backend._model.get_input_embeddings()
     backend._head = Head(head_of(backend._model, folder), independent=False)
     backend._facts = replace(backend._facts, device=CUDA)
+    backend._skips = False
 
 
 def _like(tensor: Tensor) -> Any:

@@ -195,6 +195,7 @@ def all_of_them(chosen):
 
 @pytest.fixture
 def on_gpu(model_folder, monkeypatch):
+    monkeypatch.setattr("engine.torch_backend.find_lay_out", lambda device, dtype: None)
     backend = TorchBackend(model_folder, "bfloat16", CPU)
     monkeypatch.setattr("engine.beam_search._those", all_of_them)
     monkeypatch.setattr("engine.torch_backend.lean._is_plain", lambda norm: True)  # at start-up
@@ -227,7 +228,8 @@ def test_everything_happens_on_the_gpu_and_nothing_waits_for_it(on_gpu, kernels,
     """Shapes, devices and dtypes only: fake tensors hold no numbers."""
     on_gpu._kernels = kernels()
     if on_gpu._kernels is not None:
-        use_lean_layers(on_gpu._body, Steps(compiled.norm, compiled.turned, compiled.gated))
+        steps = Steps(compiled.norm, compiled.turned, compiled.gated)
+        on_gpu._skips = use_lean_layers(on_gpu._body, steps)
     it = Setting(norm, CUDA, QuotaSettings(level=1, max_items=2))
     num_candidates = len(it.candidates.values)
     for what, shape in (

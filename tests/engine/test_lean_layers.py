@@ -23,9 +23,10 @@ from engine.device_trie import to_device
 from engine.item_scoring import score_items
 from engine.sid_trie import build_trie
 from engine.token_tree import build_token_tree
-from engine.torch_backend import TorchBackend, compiled
+from engine.torch_backend import TorchBackend, compiled, varlen
 from engine.torch_backend.compiled import find_compiled, right
 from engine.torch_backend.lean import ON_CPU, Steps, _is_plain, _norm, use_lean_layers
+from engine.torch_backend.varlen import Kernels
 from schemas.requests import Ragged
 from tests.factories import TINY_DECODER, bound_space, prompts_of, random_codes, random_prompts
 
@@ -54,13 +55,13 @@ def save(folder, config_class, model_class, more):
     return str(folder)
 
 
-def score(backend):
+def score(backend, prefix=(4, 9, 2)):
     rng = np.random.default_rng(5)
     trie = build_trie(random_codes(rng, 30))
     index = to_device(trie, bound_space(), "full_vocab", CPU)
     prompts = random_prompts(rng, 6, longest=20)
     tree = build_token_tree(trie, Ragged.from_lists([range(30)] * len(prompts)))
-    context = backend.prefill(prompts_of(prompts, (4, 9, 2)), tree.num_rows)
+    context = backend.prefill(prompts_of(prompts, prefix), tree.num_rows)
     return score_items(backend, context, index, tree, 1000)
 
 
@@ -73,7 +74,8 @@ def test_lean_layers_compute_what_the_library_computes(name, steps, tmp_path):
     """In float32, where a formula that differs shows; the engine uses them in bfloat16."""
     backend = TorchBackend(save(tmp_path / "model", *MODELS[name]), "float32", CPU)
     want = score(backend)
-    use_lean_layers(backend._body, steps)
+    backend._skips = use_lean_layers(backend._body, steps)
+    assert backend._skips, "the last layer too"
     replaced = [m for m in backend._body.modules() if "forward" in vars(m)]
     assert len(replaced) >= 2 * 4 + 1, "attention, MLP and norms of two layers, and the last norm"
     torch.testing.assert_close(score(backend), want, rtol=0, atol=2e-5)
@@ -84,9 +86,39 @@ def test_bfloat16_with_lean_layers_is_as_near_to_float32_as_without(name, tmp_pa
     folder = save(tmp_path / "model", *MODELS[name])
     want = score(TorchBackend(folder, "float32", CPU))
     lean = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
-    monkeypatch.setattr("engine.torch_backend.use_lean_layers", lambda body: None)
+    monkeypatch.setattr("engine.torch_backend.use_lean_layers", lambda body: False)
     plain = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
     assert lean < 1.5 * plain + 0.01
+
+
+@pytest.mark.parametrize("prefix", [(), (4, 9, 2)], ids=["no prefix", "prefix"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_last_layer_forwards_the_ends_of_prompts_and_what_is_read_does_not_change(
+    layout, prefix, tmp_path, monkeypatch
+):
+    backend = TorchBackend(save(tmp_path / "model", *MODELS["Qwen3"]), "float32", CPU)
+    last = backend._body.layers[-1]
+    rows = []
+    last.mlp.register_forward_hook(lambda module, given, out: rows.append(given[0].shape[1]))
+    if layout == "packed":  # as for a fused kernel
+        monkeypatch.setattr("engine.torch_backend.passes._on_cpu", lambda context: False)
+        backend._kernels = Kernels(varlen.plain, varlen.combine)
+    prompts = random_prompts(np.random.default_rng(5), 6, longest=20)
+    given = prompts_of(prompts, prefix)
+    read = {
+        "last": lambda: backend.embed(given, "last"),
+        "mean": lambda: backend.embed(given, "mean"),
+        "scores": lambda: score(backend, prefix),
+    }
+    want = {name: what() for name, what in read.items()}
+    backend._skips = use_lean_layers(backend._body)
+    forwarded = {}
+    for name, what in read.items():
+        rows.clear()
+        torch.testing.assert_close(what(), want[name], rtol=0, atol=2e-5)
+        forwarded[name] = rows[0]
+    assert forwarded["last"] == forwarded["scores"] == len(prompts)
+    assert forwarded["mean"] >= len(given.token_ids)
 
 
 class GemmaRMSNorm(torch.nn.Module):

@@ -186,8 +186,9 @@ def atomic_target(path: str) -> Iterator[str]:
             do="Check permissions and free space, then run the same command again.",
         ) from err
     finally:
-        if local and os.path.exists(target):
-            os.remove(target)
+        if local:
+            with suppress(FileNotFoundError):  # renamed, or its folder was cleared away
+                os.remove(target)
 
 
 @retried

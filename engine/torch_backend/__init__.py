@@ -219,8 +219,8 @@ class TorchBackend:
 
     @torch.inference_mode()
     def _probe(self, folder: str) -> None:
-        """Read a short sequence through prefix, prompt and tree, and through the library itself: what
-        follows the prompt's end, and a node's.
+        """Read a short sequence through prefix, prompt and tree, and through the library itself:
+        what follows the prompt's end, and a node's.
 
         Catches what a name check cannot: logit scaling, soft-capping, another attention.
         """

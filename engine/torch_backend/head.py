@@ -149,8 +149,8 @@ def _stable_log_sum(logits: Tensor) -> Tensor:
 
 
 def _fast_log_sum(hidden: Tensor, chunks: list[Linear]) -> Tensor:
-    """Log-sum-exp of each row's logits `[R]`, float32; infinite for a row whose logits somewhere are
-    88 nats and more above all of the first chunk.
+    """Log-sum-exp of each row's logits `[R]`, float32; infinite for a row with a logit that is some
+    80 nats above all of the first chunk.
 
     The largest logit of the first chunk, in place of the largest of all, saves a pass over the
     rest. Powers of two are three times faster than `exp` on a CPU; but a row's last columns may be

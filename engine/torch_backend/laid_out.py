@@ -1,9 +1,9 @@
 """Weights laid out for a CPU's matrix units, once, at start-up; bfloat16.
 
-`torch.mm` on a CPU copies a weight into the tiles that its kernel reads, in every call. oneDNN takes
-weights that lie so already, and is 3 % faster at a thousand rows, 8 % at a hundred. PyTorch has
-operators for it, which its own compiler uses and no document promises: they are tried at start-up
-against plain arithmetic, and where they are missing or disagree the plain layers stay.
+PyTorch's matmul on a CPU copies a weight into the tiles that its kernel reads, in every call.
+oneDNN takes weights that lie so already. PyTorch has operators for it, which its own compiler uses
+and no document promises: they are tried at start-up against plain arithmetic, and where they are
+missing or disagree the plain layers stay.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def laid_out(weight: Tensor, bias: Tensor | None) -> Linear:
 
 @torch.inference_mode()
 def right(lay_out: LayOut) -> bool:
-    """Whether it agrees with the plain layer: with a bias and without, for odd sizes and strides."""
+    """Whether it agrees with the plain layer: with a bias and without, odd sizes and strides."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -77,7 +77,7 @@ def plain(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def lay_out_layers(model: nn.Module, lay_out: LayOut) -> None:
-    """Lay out the linear layers of `model`, one after another; a layer's plain weight is dropped."""
+    """Lay out the linear layers of `model` one by one, and drop their plain weights."""
     for module in model.modules():
         if type(module) is nn.Linear:
             layer: Any = module

@@ -56,7 +56,8 @@ def token_tree_attention(
     """Attention of one layer: query `[1, H*G, T, D]`, key and value `[1, H, T, D]`.
 
     With `ends` `[b]` the queries `[1, H*G, b, D]` are those of the last token of each prompt of a
-    pass; keys and values are of all. Rows behind the pass's `num_rows` are padding: they attend nothing and get zeros.
+    pass; keys and values are of all. Rows behind the pass's `num_rows` are padding: they attend
+    nothing and get zeros.
     """
     unknown = {name for name, value in kwargs.items() if value is not None} - _HARMLESS
     assert tree_pass is not None, "token-tree attention needs a pass to belong to"

@@ -310,7 +310,10 @@ def _write_file(path: str, table: pa.Table) -> int:
             write_rows(handle, table)
     fs, inside = files.filesystem(path)
     fs.invalidate_cache()
-    size: int = fs.info(inside)["size"]
+    try:
+        size: int = fs.info(inside)["size"]
+    except FileNotFoundError as err:  # another publisher has cleared the folder away
+        raise StorageError("a file is gone that was just written", where=path) from err
     return size
 
 

@@ -1,4 +1,4 @@
-"""Weights laid out for a CPU compute what plain layers compute, and are tried before they are used."""
+"""Weights laid out for a CPU compute what plain layers do, and are tried before they are used."""
 
 from __future__ import annotations
 

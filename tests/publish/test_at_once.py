@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 
 import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
+from pipelines import files
 from pipelines.publish import publish_run, read_current
 from schemas.errors import ConflictError
 from tests.publish.runs import (
@@ -39,6 +41,31 @@ def test_of_two_publishers_of_one_partition_the_second_fails(table_format, tmp_p
         assert (partition / "_SUCCESS").exists()
         waiting = tmp_path / "out.current" / f"ds={DS}" / "surface=home"
         assert {p.suffix for p in waiting.iterdir()} == {".json"}
+
+
+@pytest.mark.parametrize("when", ["before the file is renamed", "behind that"])
+def test_a_publisher_whose_files_were_cleared_away_while_it_wrote_them_conflicts(
+    tmp_path, monkeypatch, when
+):
+    """Who comes first removes what the others have written, in the middle of their writing too."""
+    config = config_of(tmp_path, "parquet")
+    first, second = staged_run(config, "first"), staged_run(config, "second")
+    meanwhile, plain = [first], files.atomic_target
+
+    @contextmanager
+    def overtaken(path):
+        with plain(path) as target:
+            yield target
+            if when.startswith("before") and meanwhile:
+                publish_run(*meanwhile.pop())
+        if meanwhile and "/new-" in path:
+            publish_run(*meanwhile.pop())
+
+    monkeypatch.setattr("pipelines.publish.parquet.files.atomic_target", overtaken)
+    with pytest.raises(ConflictError, match="another publisher"):
+        publish_run(*second)
+    assert not meanwhile
+    assert_frame_equal(read(config), expected(first))
 
 
 def test_the_same_run_published_twice_at_once_is_no_conflict(table_format, tmp_path):
@@ -114,8 +141,6 @@ def test_a_reader_never_sees_a_mix_or_a_gap(table_format, tmp_path):
 
 def test_the_reader_of_a_parquet_table_starts_again_when_it_was_overtaken(tmp_path, monkeypatch):
     """Deterministic: the files of its pointer are gone when it opens them."""
-    from pipelines import files
-
     config = config_of(tmp_path, "parquet")
     publish(config, "a")
     new = staged_run(config, "b")

@@ -187,7 +187,7 @@ def atomic_target(path: str) -> Iterator[str]:
         ) from err
     finally:
         if local:
-            with suppress(FileNotFoundError):  # renamed, or its folder was cleared away
+            with suppress(FileNotFoundError, NotADirectoryError):  # renamed, cleared, never made
                 os.remove(target)
 
 

@@ -25,6 +25,7 @@ from benchmarks.vllm_client import VLLM, PeerError
 from benchmarks.watched import Passes
 from benchmarks.workload import make_workload
 from engine.torch_backend import TorchBackend
+from engine.torch_backend.laid_out import plain
 from jobs.bench_cli import BENCH_CONTEXT, bench
 
 TINY = [
@@ -116,6 +117,27 @@ def test_the_limit_counts_the_matmuls_of_the_rows_and_columns_that_are_read(back
     assert set(limit()) == {"prefill", "tree", "head", "whole"}
 
 
+def test_the_stricter_limit_multiplies_the_same_and_lays_each_weight_out_once(backend):
+    passes = Passes(prefill=[(10, 3)], tree=[3, 4], head=[(5, 82), (2, 6)])
+    laid, multiplied = [], []
+
+    def lay_out(weight, bias):
+        laid.append(weight)
+
+        def layer(x):
+            multiplied.append(2 * len(x) * weight.numel())
+            return plain(weight, bias)(x)
+
+        return layer
+
+    limit = Limit(backend._model, passes, lay_out)
+    once = len(laid)
+    multiplied.clear()
+    limit()
+    assert len(laid) == once == 2 * 7 + 2, "two layers of seven, and the head's two widths"
+    assert sum(multiplied) == limit.flops()["whole"]
+
+
 def test_cases_have_names_of_their_own_and_known_peers():
     for given in ([], ["--quick"], ["--width", "64"]):
         cases = make_cases(arguments(given).sizes)
@@ -147,6 +169,7 @@ def test_the_document_has_every_figure_and_null_for_what_was_not_run(report):
     assert run == {"score_vs_resend", "score_vs_hf_shared", "score_vs_linear", "beam_vs_hf"}
     assert set(report["mfu"]) == {"history", "soft_token", "long"}
     assert all(value > 0 for value in report["mfu"].values())
+    assert set(report["mfu_laid_out"].values()) == {None}, "float32 has no other layout"
     assert report["pipeline_overhead"] is None
     assert report["peak_memory_ratio"] is None
     assert {"pipeline", "vLLM"} <= set(report["not_run"])

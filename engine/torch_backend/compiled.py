@@ -11,7 +11,6 @@ Legend: T rows, N heads, D head width, C columns.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +22,8 @@ from torch.nn import functional
 
 from engine.torch_backend import varlen
 from engine.torch_backend.lean import Steps
+from engine.torch_backend.trial import tried
 from engine.torch_backend.varlen import Combine, Nodes
-
-log = logging.getLogger("nightshelf.torch")
 
 _CLOSE = 0.05  # bfloat16 against float32, of values about 1
 
@@ -71,14 +69,7 @@ def find_compiled(device: torch.device, dtype: torch.dtype) -> Compiled | None:
     """The kernels where this machine can make them and they compute what they should, else None."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
-    try:
-        made = compiled()
-        if right(made, device):
-            return made
-        log.warning("compiled steps are not used: they do not give what plain ones give")
-    except Exception as err:  # no compiler, no Triton, an older GPU: whatever it trips over
-        log.warning("compiled steps are not used: %s: %s", type(err).__name__, err)
-    return None
+    return tried("compiled steps", compiled, lambda made: right(made, device))
 
 
 def compiled(backend: str = "inductor") -> Compiled:

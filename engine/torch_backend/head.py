@@ -153,7 +153,7 @@ def _fast_log_sum(hidden: Tensor, chunks: list[Linear]) -> Tensor:
     80 nats above all of the first chunk.
 
     The largest logit of the first chunk, in place of the largest of all, saves a pass over the
-    rest. Powers of two are three times faster than `exp` on a CPU; but a row's last columns may be
+    rest. Powers of two are faster than `exp` on a CPU; but a row's last columns may be
     computed by other code than the rest, which depends on where the row lies.
     """
     total, base = torch.zeros((2, len(hidden)))

@@ -8,7 +8,6 @@ missing or disagree the plain layers stay.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-log = logging.getLogger("nightshelf.torch")
+from engine.torch_backend.trial import tried
 
 _CLOSE = 0.05  # bfloat16 against float32, of values about 1
 
@@ -30,13 +29,7 @@ def find_lay_out(device: torch.device, dtype: torch.dtype) -> LayOut | None:
     """How to lay weights out where this machine can and it computes what it should, else None."""
     if device.type != "cpu" or dtype != torch.bfloat16:
         return None
-    try:
-        if right(laid_out):
-            return laid_out
-        log.warning("weights are not laid out: that does not give what plain layers give")
-    except Exception as err:  # a build without oneDNN, a processor without bfloat16: whatever it is
-        log.warning("weights are not laid out: %s: %s", type(err).__name__, err)
-    return None
+    return tried("weights laid out", lambda: laid_out, right)
 
 
 def laid_out(weight: Tensor, bias: Tensor | None) -> Linear:

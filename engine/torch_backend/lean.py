@@ -3,6 +3,8 @@
 Matmuls stay as they are. Around them the library writes a float32 tensor for every step of a norm
 or a rotary embedding. Three functions take their place, `Steps`: on a CPU the steps of one block of
 rows are done in place while the block is in the cache; on CUDA each is one kernel (compiled.py).
+The last layer forwards of a prompt what is read behind it: keys and values of all its tokens, the
+rest of its last token only.
 The formulas are the library's. What is replaced is replaced in the modules of one model, and only
 where it is known: a norm that gives what ours gives, and the classes of the models below. float32
 keeps the library's layers. The backend's probe compares the two at start-up.

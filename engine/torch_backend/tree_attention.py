@@ -309,7 +309,7 @@ def _ancestor_scores(q: Tensor, keys: Tensor, ancestors: Tensor, real: Tensor) -
     """Scores of nodes over their ancestors `[m, H, G, A]`, in whole tiles of columns.
 
     In float32 plain products, whose bits no batch size can change; else a small matmul for each
-    node and head, which is three times faster.
+    node and head, which is faster.
     """
     num_nodes, count = ancestors.shape
     if q.dtype == torch.float32:

@@ -15,7 +15,6 @@ H KV heads, G query heads per KV head, N = H * G, D head width.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-log = logging.getLogger("nightshelf.torch")
+from engine.torch_backend.trial import tried
 
 _CLOSE = 0.05  # bfloat16 against float32, of values about 1
 _MOST_WIDTH = 256  # of a head, in flash attention
@@ -71,14 +70,7 @@ def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> Flash
         return None
     if torch.cuda.get_device_capability(device)[0] < _FIRST_CAPABILITY:
         return None
-    try:
-        flash = library_flash()
-        if right(flash, device, head_dim):
-            return flash
-        log.warning("fused attention is not used: it does not give what plain attention gives")
-    except Exception as err:  # whatever an older torch, or a build without the kernel, trips over
-        log.warning("fused attention is not used: %s: %s", type(err).__name__, err)
-    return None
+    return tried("fused attention", library_flash, lambda flash: right(flash, device, head_dim))
 
 
 def library_flash() -> Flash:

@@ -180,7 +180,7 @@ def test_where_there_is_no_such_kernel_plain_attention_is_used(ampere, monkeypat
     assert ampere(no_kernel) is None
     assert ampere(lambda: breaks) is None
     assert ampere(lambda: never_causal) is None
-    reasons = ("cannot import name", "no kernel image", "does not give what plain attention gives")
+    reasons = ("cannot import name", "no kernel image", "does not give what plain code gives")
     for reason, message in zip(reasons, caplog.messages, strict=True):
         assert reason in message
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))

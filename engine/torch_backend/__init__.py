@@ -227,6 +227,14 @@ class TorchBackend:
         vocab = self._facts.vocab_size
         tokens = np.asarray([(7 * i + 3) % vocab for i in range(6)], dtype=np.int64)
         want = reference_log_probs(self._model, self._put(tokens))[[3, 5]]
+        if want.isnan().any():
+            raise EngineError(
+                "the model's own library gets NaN from this checkpoint",
+                expected="log-probabilities of every token",
+                got=f"NaN in {self._facts.dtype}",
+                where=folder,
+                do="Weights are NaN or infinite, or overflow in this precision: save it again.",
+            )
         self._make_fast()  # after the library had its say
         prompts = PackedPrompts(
             token_ids=tokens[2:4],

@@ -163,6 +163,20 @@ def test_weights_that_are_missing_are_refused(tmp_path):
         TorchBackend(str(tmp_path), "float32", CPU)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_no_numbers_are_named_as_the_reason(tmp_path, value, dtype):
+    """It is the checkpoint, not an architecture that we lack."""
+    from safetensors.torch import load_file, save_file
+
+    tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.input_layernorm.weight"].fill_(value)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EngineError, match=f"gets NaN from this checkpoint.*NaN in {dtype}"):
+        TorchBackend(str(tmp_path), dtype, CPU)
+
+
 @pytest.mark.parametrize(
     ("spec", "tensors", "message"),
     [

@@ -37,11 +37,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust (polars, deltalake, tokenizers) panicked.
+
+    Each has a class of that name of its own, below `BaseException`: `except Exception` lets it go.
+    """
+    return type(error).__name__ == "PanicException"
+
+
 class NightshelfError(Exception):
     """Base of the tree. Reads as: *what failed: expected X, got Y (where). Do this.*"""
 
     exit_code: ClassVar[int] = 1
     kind: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False  # whether the same work may succeed when it is tried again
 
     def __init__(
         self,
@@ -113,7 +122,7 @@ class CatalogError(InputError):
 class RunError(NightshelfError):
     """The run is incomplete; running the same command again continues it."""
 
-    exit_code, kind = 4, "run"
+    exit_code, kind, retryable = 4, "run", True
 
 
 class ShardFailedError(RunError):

@@ -333,20 +333,20 @@ def check_writable(config: RunConfig) -> None:
 
 def unwritable(config: RunConfig) -> Iterator[ConfigError]:
     """An error for each place that the run could not write to."""
-    if config.run.work_dir.startswith("memory:"):
-        yield ConfigError(
-            "run.work_dir is in the memory of one process",
-            expected="a folder, or an object store, that every process of the run sees",
-            got=config.run.work_dir,
-            field="run.work_dir",
-        )
-        return
     for path, setting in (
         (config.output.path, "output.path"),
         (config.run.work_dir, "run.work_dir"),
         (config.run.metrics_dir, "run.metrics_dir"),
     ):
         if path is None:
+            continue
+        if path.startswith("memory:"):
+            yield ConfigError(
+                f"{setting} is in the memory of one process",
+                expected="a folder, or an object store, that every process of the run sees",
+                got=path,
+                field=setting,
+            )
             continue
         try:
             files.check_writable(path, setting)

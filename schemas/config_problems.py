@@ -26,11 +26,11 @@ _STAND_INS: dict[str, Any] = {
     "surface": "surface",
     "prompt": {"template": "-"},
     "prompt.template": "-",
-    "inputs": {"users": ""},
-    "inputs.users": "",
+    "inputs": {"users": "."},
+    "inputs.users": ".",
     "task": {"generate": {}},
-    "output": {"path": ""},
-    "output.path": "",
+    "output": {"path": "."},
+    "output.path": ".",
 }
 
 

@@ -8,7 +8,7 @@ from pydantic import (
     Field,
 )
 
-from schemas.section import Positive, Section
+from schemas.section import Place, Positive, Section
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -38,10 +38,10 @@ class EngineSettings(Section):
     """What runs the model, and how much it may take at once."""
 
     backend: str = Field("torch", description="fake | torch | trtllm; see engine/registry.py")
-    model: str | None = Field(
+    model: Place | None = Field(
         None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
     )
-    projector: str | None = Field(
+    projector: Place | None = Field(
         None, description="Folder with projector.json and projector.safetensors for {user_vector}"
     )
     dtype: Precision = Field("float32", description="Model precision")

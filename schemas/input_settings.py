@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     WithJsonSchema,
     model_validator,
 )
 
+from schemas.places import place
 from schemas.section import Positive, Section
 from schemas.semantic_ids import SidSpace
 from schemas.templates import PromptTemplate, parse_template
@@ -94,7 +96,15 @@ _TABLE_SCHEMA = {
         },
     ]
 }
-Input = Annotated[str, BeforeValidator(_table_name), WithJsonSchema(_TABLE_SCHEMA)]
+
+
+def _place(value: str) -> str:
+    return value if value.startswith(TABLE) else place(value)
+
+
+Input = Annotated[
+    str, BeforeValidator(_table_name), AfterValidator(_place), WithJsonSchema(_TABLE_SCHEMA)
+]
 
 
 class InputSettings(Section):

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from schemas.errors import ConfigError, quoted
-from schemas.section import Positive, Section, Share
+from schemas.section import Place, Positive, Section, Share
 
 LimitedGate = Literal[
     "coverage",
@@ -36,7 +36,7 @@ _SECRET_VALUE = re.compile(r"://[^/@\s]+@")  # user:password@ in a URL
 class OutputSettings(Section):
     """Where recommendations are published."""
 
-    path: str = Field(description="Root of the table; partitions ds=…/surface=… below it")
+    path: Place = Field(description="Root of the table; partitions ds=…/surface=… below it")
     format: Literal["parquet", "iceberg", "delta"] = Field("parquet", description="Table format")
     layout: Literal["long", "wide"] = Field(
         "long", description="long: a row per recommendation; wide: a row per user"
@@ -44,7 +44,7 @@ class OutputSettings(Section):
     table: str | None = Field(
         None, description="Iceberg: namespace.table; default nightshelf.recommendations"
     )
-    quarantine: str | None = Field(
+    quarantine: Place | None = Field(
         None, description="Root of a table for the quarantine; Iceberg: its namespace.table"
     )
     catalog: dict[str, str | bool | int | float] = Field(
@@ -101,7 +101,7 @@ class OutputSettings(Section):
 class RunSettings(Section):
     """How a run is cut up and launched."""
 
-    work_dir: str = Field("runs", description="Folder of run folders; all workers must see it")
+    work_dir: Place = Field("runs", description="Folder of run folders; all workers must see it")
     launcher: Literal["local", "spark"] = Field(
         "local", description="Who runs the shards: processes of this machine, or Spark executors"
     )
@@ -118,7 +118,7 @@ class RunSettings(Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = Field(
         1800.0, description="A worker whose engine takes longer to start is ended"
     )
-    metrics_dir: str | None = Field(
+    metrics_dir: Place | None = Field(
         None, description="Folder for a Prometheus textfile per surface, besides the run folder's"
     )
     price_per_hour: Annotated[float, Field(ge=0)] | None = Field(

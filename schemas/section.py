@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
 )
+
+from schemas.places import place
 
 
 class Section(BaseModel):
@@ -21,4 +24,5 @@ class Section(BaseModel):
 
 Positive = Annotated[int, Field(ge=1, strict=True)]  # true is no number
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Place = Annotated[str, AfterValidator(place)]  # a path or URL that leads somewhere
 LENIENT = "lenient"  # validation context: settings that do not fit together are left to `conflicts`

@@ -1,0 +1,60 @@
+"""A path or URL that names a place: where a setting of the configuration may lead.
+
+A URL without a bucket, or with its slashes forgotten, is a relative path to most libraries: they
+would make a folder `s3:` in the working directory, or write to the root of the file system.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fsspec.registry import known_implementations
+
+_URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://(.*)$", re.DOTALL)
+_PREFIX = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?!//)(.*)$", re.DOTALL)
+_DISK = ("file", "local")
+_ROOTED = (*_DISK, "hdfs", "viewfs", "arrow_hdfs", "dbfs", "memory")  # may have no host
+
+
+def place(path: str) -> str:
+    """The path as it is used: `~/x` from the home folder, `file:///x` and `file:/x` as `/x`.
+
+    Raises:
+        ValueError: it names no place, with what is wrong in a few words.
+    """
+    if not path.strip():
+        raise ValueError("names no place: it is empty")
+    if "\0" in path:
+        raise ValueError("names no place: it holds a NUL character")
+    if path.startswith("~"):
+        path = _from_home(path)
+    if url := _URL.match(path):
+        path = _of_url(path, url[1].lower(), url[2])
+    elif (prefix := _PREFIX.match(path)) and prefix[1].lower() in known_implementations:
+        scheme, rest = prefix[1].lower(), prefix[2]
+        if scheme not in _DISK or not rest.startswith("/"):
+            raise ValueError(f"names no place: a URL begins with {scheme}://")
+        path = rest
+    if not path.strip("/"):
+        raise ValueError("names no place: it is the root of the file system")
+    return path
+
+
+def _of_url(path: str, scheme: str, rest: str) -> str:
+    if not rest.strip("/"):
+        raise ValueError(f"names no place: nothing stands behind {scheme}://")
+    if rest.startswith("/") and scheme not in _ROOTED:
+        raise ValueError(f"names no place: no bucket or host stands behind {scheme}://")
+    if scheme not in _DISK:
+        return path
+    if not rest.startswith("/"):
+        raise ValueError(f"names no place on this machine: expected {scheme}:///{rest}")
+    return rest
+
+
+def _from_home(path: str) -> str:
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError as err:  # no such user, or none that has a home
+        raise ValueError("names no place: its home folder is not known") from err

@@ -1,16 +1,21 @@
 """Text to token ids, without transformers: the `tokenizers` library reads the checkpoint's
 tokenizer.json.
+
+What the operator wrote (template, separator, suffix, labels) is read with all tokens of the
+checkpoint; what stands in a table is text, whatever it looks like (engine/user_text.py).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from schemas.errors import CatalogError, ConfigError, EngineError, quoted
+from engine.user_text import UserTokenizer, make_plain
+from schemas.errors import CatalogError, ConfigError, EngineError, is_panic, quoted
 from schemas.semantic_ids import BoundSidSpace, SidSpace
 from schemas.settings import RunConfig
 
@@ -22,16 +27,16 @@ class Tokenizer(Protocol):
         """Ids of literal template text; special tokens written in it are special."""
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
-        """Ids of users' texts; special tokens written in them are plain text. No BOS, no EOS."""
+        """Ids of users' texts; tokens written in them are plain text. No BOS, no EOS."""
 
     def token_id(self, text: str) -> int | None:
         """The id of text that is exactly one token, else None."""
 
 
 class CheckpointTokenizer:
-    """The tokenizer.json of a checkpoint folder."""
+    """The tokenizer.json of a checkpoint folder. `sid_tokens`: texts of the run's SID tokens."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, sid_tokens: Collection[str] = ()) -> None:
         if not Path(folder).is_dir():
             raise EngineError(
                 "the model folder does not exist",
@@ -49,12 +54,19 @@ class CheckpointTokenizer:
             )
         try:
             self._template = FastTokenizer.from_file(str(path))
-            self._users = FastTokenizer.from_file(str(path))
-        except Exception as err:  # the library raises a bare Exception for an unreadable file
+            make_plain(self._template)
+        except BaseException as err:  # a bare Exception for an unreadable file, or a panic
+            if not isinstance(err, Exception) and not is_panic(err):
+                raise
             raise EngineError(
                 "tokenizer.json cannot be read", got=quoted(str(err)), where=str(path)
             ) from err
-        self._users.encode_special_tokens = True
+        self._users = UserTokenizer(self._template, lambda: _read_json(path), sid_tokens)
+
+    @property
+    def characters_that_are_items(self) -> tuple[str, ...]:
+        """SID tokens that no text can do without; `encode_texts` refuses."""
+        return self._users.refused
 
     def encode_template(self, text: str) -> list[int]:
         """Ids of literal template text."""
@@ -62,8 +74,7 @@ class CheckpointTokenizer:
 
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Ids of users' texts."""
-        encoded = self._users.encode_batch(texts, add_special_tokens=False)
-        return [list(one.ids) for one in encoded]
+        return self._users.encode(texts)
 
     def token_id(self, text: str) -> int | None:
         """The id of text that is exactly one token."""
@@ -102,9 +113,22 @@ class ByteTokenizer:
 
 def load_tokenizer(config: RunConfig) -> Tokenizer:
     """The tokenizer of a run: the model's, or bytes where there is no model."""
+    space = config.sid.space if config.sid else None
     if config.engine.model is None:
-        return ByteTokenizer(config.sid.space if config.sid else None)
-    return CheckpointTokenizer(config.engine.model)
+        return ByteTokenizer(space)
+    return CheckpointTokenizer(config.engine.model, list(_sid_texts(space)) if space else ())
+
+
+def _sid_texts(space: SidSpace) -> Iterator[str]:
+    for level, size in enumerate(space.sizes):
+        yield from (space.token(level, code) for code in range(size))
+    if space.end_token is not None:
+        yield space.end_token
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return raw
 
 
 def bind_space(config: RunConfig, tokenizer: Tokenizer) -> BoundSidSpace:
@@ -133,6 +157,7 @@ def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
 
     Raises:
         CatalogError: as `bind_space`.
+            A SID token is one character, and texts stand in prompts.
         EngineError: the folder holds an adapter, or no config.json.
         ConfigError: a label of `task.label` is not one token.
     """
@@ -141,8 +166,21 @@ def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
         _vocab_size(Path(config.engine.model) / "config.json")
     if config.sid is not None:
         bind_space(config, tokenizer)
+    _check_texts(config, tokenizer)
     if config.task.label is not None:
         _check_labels(config, tokenizer, config.task.label.labels)
+
+
+def _check_texts(config: RunConfig, tokenizer: Tokenizer) -> None:
+    same = getattr(tokenizer, "characters_that_are_items", ())
+    if same and config.prompt.parsed.columns:
+        raise CatalogError(
+            "a prompt with a column of text cannot tell its characters from items",
+            expected="semantic-ID tokens that no text holds, like '<a_12>'",
+            got=quoted(list(same)),
+            where="sid.tokens",
+            do="Leave the text out of prompt.template, or give items tokens of their own.",
+        )
 
 
 def _check_labels(config: RunConfig, tokenizer: Tokenizer, labels: tuple[str | int, ...]) -> None:

@@ -30,8 +30,9 @@ from jobs import attempts, spark_probe
 from jobs.run import Progress
 from jobs.spark_conf import GpuSettings, check_conf, gpus_per_worker
 from jobs.spark_prepare import prepare_on_executors
+from jobs.spark_register import check_registration, register
 from jobs.spark_session import SparkApp, first_words
-from jobs.spark_tables import copy_tables, register
+from jobs.spark_tables import copy_tables
 from jobs.spark_worker import Place, ShardTask, run_task
 from pipelines import files
 from pipelines.prepare import prepare_run
@@ -63,8 +64,12 @@ class SparkLauncher:
         """The configuration with tables of Spark's catalog as files.
 
         Raises:
-            TableError: Spark knows no such table, or cannot read it.
+            TableError: Spark knows no such table, or cannot read it; or `spark.register_table` is
+                a table that cannot be told of what will be published.
         """
+        name = config.spark.register_table
+        if name is not None:
+            check_registration(self._app.session(config), config, name)
         if not config.inputs.tables:
             return config
         return copy_tables(self._app.session(config), config)

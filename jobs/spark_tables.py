@@ -1,4 +1,4 @@
-"""Tables of Spark's catalog: read as inputs, and told of what was published.
+"""Tables of Spark's catalog, read as inputs.
 
 An input table is copied once into the work folder, as Parquet, under a name that holds a digest of
 its content: so every launcher and every step reads the same files, a table that changes during a
@@ -14,40 +14,31 @@ name is by which files of a run's inputs are known to be of a copy.
 
 from __future__ import annotations
 
-import functools
-import json
-import operator
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pyspark import TaskContext
-from pyspark.sql import functions as F
 
+from jobs.spark_content import NUM_HASHES, Content, schema_in_utc, with_hashes
 from jobs.spark_session import spark_errors
 from pipelines import files
-from pipelines.publish.parquet import ParquetTable
 from schemas.eligibility import attributes, user_columns
 from schemas.errors import RunError, StorageError, TableError, quoted
-from schemas.runs import RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import USER_CANDIDATES, USER_EXCLUSIONS
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 Batches = Iterator[pa.RecordBatch]
 
 _DONE = "_done"
-_LAYOUT = 3  # of the folder of a copy; copies of another one are not used
-_ROW_HASH = "nightshelf row hash"  # no column of an input has spaces in its name
-_WRAP = 1 << 64
 
 
 class _Copy(BaseModel):
@@ -101,9 +92,8 @@ def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
     """The folder of a table's copy, made if it is not there."""
     with spark_errors(TableError, f"inputs.{name}: Spark cannot read table {quoted(table)}"):
         frame = spark.table(table)
-        wanted = columns_of(config, name)
-        frame = frame.select([f"`{column}`" for column in frame.columns if column in wanted])
-        content = _content(frame)
+        frame = _read_columns(frame, columns_of(config, name), f"inputs.{name}: {table}")
+        content = Content.of_frame(frame)
         digest = content.digest(frame.schema.json())
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", table)[:80]
     folder = files.join(config.run.work_dir, "tables", f"{safe}-{digest}")
@@ -115,15 +105,23 @@ def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
     with spark_errors(StorageError, f"inputs.{name}: table {quoted(table)} could not be copied"):
         spark.sparkContext.setJobDescription(f"nightshelf copy {table}")
         written = (
-            frame.withColumn(_ROW_HASH, _row_hash(frame))
+            with_hashes(frame)
             .mapInArrow(
                 _write_part(files.join(folder, mine)),
-                "part string, rows long, mixed long, total string",
+                "part string, rows long, mixed string, total string",
             )
             .collect()
         )
         spark.sparkContext.setJobDescription("")
-    copied = _Content.of_parts(written)
+    parts = [row.part for row in written]
+    if not parts:  # no partition has a row: the copy still says which columns there are
+        parts = ["part-00000-none.parquet"]
+        schema = schema_in_utc(frame.limit(0).toArrow().schema)
+        with _part(files.join(folder, mine), parts[0], schema):
+            pass
+    copied = Content.of_parts(
+        [Content(part.rows, int(part.mixed), int(part.total)) for part in written]
+    )
     if copied != content:
         files.remove_folder(files.join(folder, own))
         others = "" if copied.rows != content.rows else ", with other content"
@@ -133,8 +131,26 @@ def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
             got=f"{copied.rows} rows{others}",
             do="Run the same command again when nobody writes to the table.",
         )
-    copy = _Copy(folder=mine, parts=tuple(sorted(row.part for row in written)), rows=copied.rows)
+    copy = _Copy(folder=mine, parts=tuple(sorted(parts)), rows=copied.rows)
     return files.join(folder, _publish(folder, copy).folder)
+
+
+def _read_columns(frame: DataFrame, wanted: set[str], name: str) -> DataFrame:
+    """The columns that a run reads; with them those whose names differ in case alone, so that the
+    check of the table can name them.
+
+    Raises:
+        TableError: the table lacks the column that names its rows.
+    """
+    missing = {column.casefold() for column in wanted - set(frame.columns)}
+    found = [c for c in frame.columns if c in wanted or c.casefold() in missing]
+    if not wanted.intersection(found):
+        raise TableError(
+            f"{name} has no column of this table",
+            expected=", ".join(sorted(wanted)),
+            got=", ".join(frame.columns),
+        )
+    return frame.select([f"`{column.replace('`', '``')}`" for column in found])
 
 
 def _publish(folder: str, mine: _Copy) -> _Copy:
@@ -179,51 +195,9 @@ def _copy_of(folder: str) -> _Copy | None:
     return done
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What rows there are, whatever their order.
-
-    Rows are hashed one by one and the hashes combined by exclusive or and by sum: the second tells
-    repeated rows apart, which the first forgets.
-    """
-
-    rows: int
-    mixed: int
-    total: int  # modulo 2^64
-
-    @classmethod
-    def of_parts(cls, parts: Sequence[Any]) -> _Content:
-        """Of parts of a table together."""
-        return cls(
-            sum(part.rows for part in parts),
-            functools.reduce(operator.xor, (part.mixed for part in parts), 0),
-            sum(int(part.total) for part in parts) % _WRAP,
-        )
-
-    def digest(self, schema: str) -> str:
-        """A hash of these rows in these columns."""
-        told = [_LAYOUT, schema, self.rows, self.mixed, self.total]
-        return files.hash_bytes(json.dumps(told).encode())[:16]
-
-
-def _row_hash(frame: DataFrame) -> Column:
-    return F.xxhash64(*(F.col(f"`{name}`") for name in frame.columns))
-
-
-def _content(frame: DataFrame) -> _Content:
-    row = _row_hash(frame)
-    found = frame.agg(
-        F.count(F.lit(1)).alias("rows"),
-        F.bit_xor(row).alias("mixed"),
-        F.sum(row.cast("decimal(38,0)")).alias("total"),
-    ).first()
-    assert found is not None, "an aggregate has one row"
-    return _Content(found.rows, found.mixed or 0, int(found.total or 0) % _WRAP)
-
-
 def _write_part(folder: str) -> Callable[[Batches], Batches]:
     """Writes the batches of a partition as one Parquet file, batch after batch, without the last
-    column, which holds the rows' hashes and is summed up.
+    columns, which hold the rows' hashes and are summed up.
     """
 
     def write(batches: Batches) -> Batches:
@@ -232,60 +206,34 @@ def _write_part(folder: str) -> Callable[[Batches], Batches]:
         first = next(batches, None)
         if first is None:
             return
-        schema = pa.schema(list(first.schema)[:-1])
-        rows, mixed, total = 0, 0, 0
+        schema = schema_in_utc(pa.schema(list(first.schema)[:-NUM_HASHES]))
+        found = []
         # A lost attempt at the same part never replaces a file that counts.
         name = f"part-{context.partitionId():05d}-{context.taskAttemptId()}.parquet"
-        with files.atomic_target(files.join(folder, name)) as target:
-            fs, inside = files.filesystem(target)
-            with fs.open(inside, "wb") as handle, pq.ParquetWriter(handle, schema) as out:
-                while first is not None:
-                    *columns, hashes = first.columns
-                    out.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
-                    numbers = hashes.to_numpy()
-                    rows += len(numbers)
-                    mixed ^= int(np.bitwise_xor.reduce(numbers))
-                    total += int(numbers.sum())  # modulo 2^64, as sums of arrays are
-                    first = next(batches, None)
-        told = {"part": [name], "rows": [rows], "mixed": [mixed], "total": [str(total)]}
-        yield pa.RecordBatch.from_pydict(told)
+        with _part(folder, name, schema) as out:
+            while first is not None:
+                *columns, one, other = first.columns
+                told = [col.cast(kind) for col, kind in zip(columns, schema.types, strict=True)]
+                out.write_batch(pa.RecordBatch.from_arrays(told, schema=schema))
+                found.append(Content.of_hashes([one, other]))
+                first = next(batches, None)
+        whole = Content.of_parts(found)
+        yield pa.RecordBatch.from_pydict(
+            {
+                "part": [name],
+                "rows": [whole.rows],
+                "mixed": [str(whole.mixed)],
+                "total": [str(whole.total)],
+            }
+        )
 
     return write
 
 
-def register(spark: SparkSession, plan: RunPlan, name: str) -> None:
-    """Add a published partition to a table of Spark's catalog, which is made if it is not there.
-
-    Raises:
-        TableError: the table is there and is another one, or the catalog refuses.
-    """
-    output = plan.config.output
-    folder = ParquetTable(output.path, plan.ds, plan.surface).partition
-    table = ".".join(f"`{part.replace('`', '``')}`" for part in name.split("."))
-    partition = f"ds = {_text(plan.ds)}, surface = {_text(plan.surface)}"
-    with spark_errors(TableError, f"spark.register_table: {quoted(name)} cannot be used"):
-        columns = [
-            f"`{field.name}` {field.dataType.simpleString()}"
-            for field in spark.read.parquet(_location(folder)).schema.fields
-        ]
-        spark.sql(
-            f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(columns)}, ds STRING, surface STRING) "
-            f"USING PARQUET PARTITIONED BY (ds, surface) LOCATION {_text(_location(output.path))}"
-        )
-        spark.sql(f"ALTER TABLE {table} DROP IF EXISTS PARTITION ({partition})")
-        spark.sql(
-            f"ALTER TABLE {table} ADD PARTITION ({partition}) LOCATION {_text(_location(folder))}"
-        )
-        spark.catalog.refreshTable(name)
-
-
-def _location(path: str) -> str:
-    """A path as Spark must hear it: one of this disk is not one of its default file system."""
-    local = files.local_path(path)
-    return path if local is None else f"file://{local}"
-
-
-def _text(value: str) -> str:
-    """A string literal of Spark SQL."""
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
+@contextmanager
+def _part(folder: str, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """A file of the copy, which is there once the block ends well."""
+    with files.atomic_target(files.join(folder, name)) as target:
+        fs, inside = files.filesystem(target)
+        with fs.open(inside, "wb") as handle, pq.ParquetWriter(handle, schema) as out:
+            yield out

@@ -33,8 +33,9 @@ def quoted(value: object) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` when a known word is close, else an empty string."""
-    close = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    folded = {one.casefold(): one for one in known}  # a word in capitals is as close as can be
+    close = get_close_matches(word.casefold(), list(folded), n=1, cutoff=0.6)
+    return f"; did you mean {folded[close[0]]!r}?" if close else ""
 
 
 def is_panic(error: BaseException) -> bool:

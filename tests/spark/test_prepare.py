@@ -225,9 +225,9 @@ def test_a_table_that_changes_while_it_is_copied_is_told(
     spark, catalog_tables, tmp_path, monkeypatch, change, words
 ):
     config = users_table(tmp_path)
-    content = spark_tables._content
+    content = spark_tables.Content.of_frame
     with monkeypatch.context() as patch:
-        patch.setattr(spark_tables, "_content", lambda frame: change(content(frame)))
+        patch.setattr(spark_tables.Content, "of_frame", lambda frame: change(content(frame)))
         with pytest.raises(RunError, match=words) as caught:
             spark_tables.copy_tables(spark, config)
     assert caught.value.exit_code == 4

@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 
 from engine.checkpoint import safetensors_header
 from pipelines import files, input_files
+from pipelines.sources.listing import list_path
+from pipelines.sources.logged import refuse_logged
 from schemas.errors import CatalogError, StorageError, TableError, quoted
 from schemas.runs import InputFile
 from schemas.semantic_ids import BoundSidSpace, SidSpace
@@ -42,7 +44,8 @@ _INDEX_NAME = re.compile(r"(.+?)\.index[^/]*\.json$")
 
 
 def list_catalog(path: str) -> list[str]:
-    """The catalog files a path names: a file or a glob of any layout, or a folder of Parquet files.
+    """The catalog files a path names: a file or a glob of any layout, or a folder of Parquet files,
+    which are known by their content.
 
     Raises:
         TableError: nothing is there, the layout is not known, or it is pickled.
@@ -56,29 +59,45 @@ def list_catalog(path: str) -> list[str]:
             where=path,
             do="Save the tensor with safetensors.torch.save_file or numpy.save.",
         )
-    if suffix not in _READERS and suffix and _matches(path):
-        raise TableError(
-            "catalog: the file's layout is not known",
-            expected=f"a name ending in {', '.join(_READERS)}",
-            got=quoted(PurePosixPath(path).name),
-            where=path,
-        )
     if suffix not in _READERS or suffix == ".parquet":
-        return input_files.list_parquet(path, "catalog")
-    found = [p for p in _matches(path) if not p.endswith(".item.json")]
+        return _list_parquet(path)
+    listing = list_path(path, "catalog", suffix)
+    if listing.table is not None:
+        raise refuse_logged(listing.table, path, "catalog")
+    found = [file.path for file in listing.files]
+    found = [one for one in found if not one.endswith(".item.json")]
     if not found:
         raise TableError("catalog: nothing is at the path", expected=f"a {suffix} file", where=path)
+    for one in found:
+        if _suffix(one) != suffix:
+            raise _another_layout(one, f"files ending in {suffix}, as the path does")
     return found
 
 
-@files.retried
-def _matches(path: str) -> list[str]:
-    """The files, not folders, that a path or glob names; sorted, listed fresh."""
-    fs, inside = files.filesystem(path)
-    fs.invalidate_cache()
-    found = sorted(fs.glob(inside)) if any(char in inside for char in "*?[") else [inside]
-    found = [p for p in found if fs.isfile(p)]
-    return [str(fs.unstrip_protocol(p)) if "://" in path else str(p) for p in found]
+def _list_parquet(path: str) -> list[str]:
+    """Parquet files, whatever their names; none of another layout among them."""
+    found = input_files.list_parquet(path, "catalog")
+    for one in found:
+        if layout_of(one) != ".parquet":
+            raise _another_layout(one, "Parquet files")
+        if len(found) == 1 and _suffix(one) != ".parquet" and not input_files.is_parquet(one):
+            raise TableError(
+                "catalog: the file's layout is not known",
+                expected=f"a name ending in {', '.join(_READERS)}",
+                got=quoted(PurePosixPath(one).name),
+                where=path,
+            )
+    return found
+
+
+def _another_layout(path: str, expected: str) -> TableError:
+    return TableError(
+        "catalog: a file of another layout is among the catalog's files",
+        expected=expected,
+        got=quoted(PurePosixPath(path).name),
+        where=path,
+        do="Take it out of the folder, or name the files that are meant by a glob.",
+    )
 
 
 def describe_catalog(path: str, space: SidSpace, bind: Bind) -> tuple[InputFile, pa.Schema]:
@@ -87,7 +106,7 @@ def describe_catalog(path: str, space: SidSpace, bind: Bind) -> tuple[InputFile,
     Raises:
         TableError: the file does not have the layout its name promises.
     """
-    if _suffix(path) == ".parquet":
+    if layout_of(path) == ".parquet":
         described, schema = input_files.describe_file(path, "catalog")
         return described, pa.schema([schema.field(i).with_name(n) for i, n in _names(schema)])
     table = read_file(path, space, bind)
@@ -119,7 +138,7 @@ def read_file(path: str, space: SidSpace, bind: Bind | None = None) -> pa.Table:
         StorageError: the file is missing or damaged.
     """
     try:
-        return _READERS[_suffix(path)](path, space, bind)
+        return _READERS[layout_of(path)](path, space, bind)
     except (OSError, StorageError) as err:
         if files.is_damage(err):
             raise input_files.unreadable("catalog", path, err.__cause__ or err) from err
@@ -134,6 +153,12 @@ def read_file(path: str, space: SidSpace, bind: Bind | None = None) -> pa.Table:
 
 def _suffix(path: str) -> str:
     return PurePosixPath(path).suffix.lower()
+
+
+def layout_of(path: str) -> str:
+    """The suffix that stands for a file's layout: a name that says nothing is one of Parquet."""
+    suffix = _suffix(path)
+    return suffix if suffix in _READERS else ".parquet"
 
 
 def _line(error: BaseException) -> str:
@@ -158,13 +183,23 @@ def _read_json(path: str, space: SidSpace, _bind: Bind | None) -> pa.Table:
     pairs = json.loads(files.read_bytes(path), object_pairs_hook=_Pairs)
     if not isinstance(pairs, _Pairs) or not pairs:
         raise _unknown_json(path, "an empty object" if pairs == [] else type(pairs).__name__)
-    keys = [key for key, _ in pairs]
-    if "," in keys[0]:
+    keys, values = [key for key, _ in pairs], [value for _, value in pairs]
+    counted = [isinstance(value, int) and not isinstance(value, bool) for value in values]
+    if all(counted):  # a key may look like anything: an item is called "0,0,5" too
         return _sid_vocabulary(path, keys, space)
-    sid = pairs[0][1]
-    if not isinstance(sid, (list, str)) or (sid and not isinstance(sid[0], (str, int))):
-        raise _unknown_json(path, quoted({keys[0]: sid}))
-    return _token_index(path, keys, [value for _, value in pairs])
+    if not _names_tokens(values[0]):
+        raise _unknown_json(path, quoted({keys[0]: values[0]}))
+    for key, value in pairs:
+        if not _names_tokens(value):
+            raise ValueError(f"{quoted({key: value})} among items with tokens")
+    return _token_index(path, keys, values)
+
+
+def _names_tokens(value: Any) -> bool:
+    """Whether a value may be a semantic ID: a text, or a list of tokens or codes."""
+    if isinstance(value, list) and not isinstance(value, _Pairs):
+        return all(isinstance(one, str | int) for one in value)
+    return isinstance(value, str)
 
 
 def _unknown_json(path: str, got: str) -> TableError:

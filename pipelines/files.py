@@ -7,6 +7,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_
 from schemas.errors import NightshelfError, StorageError, quoted
 
 _CHUNK = 1 << 22
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "r2"}
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
@@ -64,9 +66,14 @@ def join(base: str, *parts: str) -> str:
 
 
 def filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a path or URL, and the path inside it."""
+    """The file system of a path or URL, and the path inside it. `::` is part of a name: fsspec
+    would chain file systems there.
+    """
+    protocol = path.partition("://")[0] if _URL.match(path) else "file"
     try:
-        fs, inside = fsspec.core.url_to_fs(path)
+        kind = fsspec.get_filesystem_class(protocol)
+        fs = fsspec.filesystem(protocol, **kind._get_kwargs_from_urls(path))
+        inside = str(fs._strip_protocol(path))
     except (ImportError, ValueError) as err:
         raise StorageError(
             "the path cannot be opened",

@@ -5,11 +5,10 @@ Parquet that somebody else wrote. A run's own files are read and written by pipe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,52 +17,30 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.files import filesystem, first_line, is_damage, retried
-from schemas.errors import TableError
+from pipelines.sources.hive import folder_columns
+from pipelines.sources.listing import list_path
+from pipelines.sources.logged import refuse_logged
+from schemas.errors import TableError, quoted
 from schemas.runs import InputFile
 
-
-def _hidden(relative: str) -> bool:
-    return any(
-        part.startswith((".", "_")) and "=" not in part for part in PurePosixPath(relative).parts
-    )
+_MAGIC = (b"PAR1", b"PARE")  # the second: with an encrypted footer
 
 
-@retried
 def list_parquet(path: str, table: str) -> list[str]:
-    """The Parquet files a path names: a file, a folder (recursively) or a glob; sorted, listed
-    fresh.
-
-    Hidden files and everything below hidden folders (`_temporary`, `.staging`) are left out.
+    """The Parquet files that a path names: a file, a folder (recursively) or a glob; sorted, listed
+    fresh. Every file that is not hidden is among them, whatever its suffix: one that is not Parquet
+    is refused where it is opened.
 
     Raises:
-        TableError: nothing is there.
+        TableError: nothing is there; the path is a table with a log; folders name other columns
+            for one file than for another.
+        ConfigError: a folder may not be listed.
     """
-    fs, inside = filesystem(path)
-    fs.invalidate_cache()
-    if any(char in inside for char in "*?["):
-        root = inside.split("*")[0].split("?")[0].split("[")[0].rpartition("/")[0]
-        found = [p for p in fs.glob(inside) if not fs.isdir(p)]
-    elif fs.isdir(inside):
-        root, found = inside, fs.find(inside)
-    elif fs.exists(inside):
-        root, found = inside.rpartition("/")[0], [inside]
-    else:
-        raise TableError(
-            f"{table}: nothing is at the path",
-            expected="a Parquet file, a folder of them, or a glob",
-            where=path,
-        )
-    kept = [
-        p for p in sorted(found) if p.endswith(".parquet") and not _hidden(os.path.relpath(p, root))
-    ]
-    if not kept:
-        raise TableError(
-            f"{table}: no Parquet file is at the path",
-            expected="files ending in .parquet",
-            got=f"{len(found)} other files" if found else "an empty folder",
-            where=path,
-        )
-    return [str(fs.unstrip_protocol(p)) if "://" in path else str(p) for p in kept]
+    listing = list_path(path, table)
+    if listing.table is not None:
+        raise refuse_logged(listing.table, path, table)
+    folder_columns(listing.files, table)
+    return [file.path for file in listing.files]
 
 
 @retried
@@ -81,6 +58,7 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
                 f"{table}: the file is empty (0 bytes)", expected="a Parquet file", where=path
             )
         with fs.open(inside, "rb") as handle:
+            _check_magic(handle, path, table)
             parquet = pq.ParquetFile(handle)
             rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
     except (OSError, pa.ArrowException) as err:
@@ -89,6 +67,29 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
         ) from err
     version = info.get("ETag") or info.get("etag") or f"{info['size']}-{info.get('mtime', 0):.6f}"
     return InputFile(path=path, bytes=info["size"], rows=rows, version=str(version)), schema
+
+
+@retried
+def is_parquet(path: str) -> bool:
+    """Whether a file begins as Parquet does."""
+    fs, inside = filesystem(path)
+    with fs.open(inside, "rb") as handle:
+        return handle.read(4) in _MAGIC
+
+
+def _check_magic(handle: IO[bytes], path: str, table: str) -> None:
+    """Refuse a file that is no Parquet at all; its name says nothing about that."""
+    start = handle.read(4)
+    handle.seek(0)
+    if start not in _MAGIC:
+        raise TableError(
+            f"{table}: the file is not Parquet, so it cannot be read as Parquet",
+            expected="a Parquet file, whatever its name",
+            got=quoted(PurePosixPath(path).name),
+            where=path,
+            do="Take it out of the folder, begin its name with _ or a dot, or name the files that "
+            "are meant by a glob, such as FOLDER/*.parquet.",
+        )
 
 
 def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np.int64]:

@@ -9,7 +9,7 @@ from pipelines import files, input_files
 from pipelines.catalog import Catalog, open_catalog, read_catalog, read_text_catalog
 from pipelines.catalog_readers import describe_catalog, list_catalog
 from schemas.eligibility import attributes
-from schemas.errors import ConfigError, TableError
+from schemas.errors import ConfigError
 from schemas.runs import InputFile, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import TableContract, catalog_contract, text_catalog_contract
@@ -38,8 +38,6 @@ def list_items(config: RunConfig) -> list[str]:
 def describe_items(config: RunConfig, file: str) -> tuple[InputFile, pa.Schema]:
     """Size, rows, version and schema of one of them."""
     if config.sid is None:
-        if not file.endswith(".parquet"):
-            raise TableError("catalog: items named by text are read from Parquet", where=file)
         return input_files.describe_file(file, "catalog")
     return describe_catalog(file, config.space, lambda: bind_space(config, load_tokenizer(config)))
 

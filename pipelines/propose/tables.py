@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines import input_files
+from pipelines.catalog_readers import layout_of
 from schemas.errors import TableError
 from schemas.tables import (
     EXCLUSIONS,
@@ -149,7 +150,7 @@ def _check_ids(schema: pa.Schema, file: str, table: str, user_type: str, item_ty
 
 def guess_text_column(file: str) -> str | None:
     """The column that names items by text, where a catalog has no semantic IDs; else None."""
-    if not file.endswith(".parquet"):
+    if layout_of(file) != ".parquet":
         return None  # the other layouts all hold semantic IDs
     _, schema = input_files.describe_file(file, "catalog")
     if "sid" in schema.names:

@@ -47,7 +47,7 @@ def test_a_user_is_in_the_shard_where_spark_would_put_it():
 def test_hidden_and_temporary_files_are_not_inputs(tmp_path):
     table = pa.table({"a": [1]})
     names = """b.parquet a.parquet _temporary/x.parquet .c.parquet _d.parquet
-        ds=2026-01-01/e.parquet .staging/f.parquet _SUCCESS notes.txt"""
+        archive/e.parquet .staging/f.parquet _SUCCESS"""
     for name in names.split():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -57,7 +57,7 @@ def test_hidden_and_temporary_files_are_not_inputs(tmp_path):
             path.touch()
     found = input_files.list_parquet(str(tmp_path), "users")
     assert [str(Path(f).relative_to(tmp_path)) for f in found] == [
-        "a.parquet", "b.parquet", "ds=2026-01-01/e.parquet",
+        "a.parquet", "archive/e.parquet", "b.parquet",
     ]  # fmt: skip
     assert input_files.list_parquet(str(tmp_path / "a*.parquet"), "users") == [found[0]]
     assert input_files.list_parquet(found[0], "users") == [found[0]]

@@ -1,5 +1,5 @@
-"""Sizes of a checkpoint's vocabulary, read without torch: the tokenizer's ids, what config.json
-says, and the rows of the embedding and of the head.
+"""A checkpoint read without torch: whether its files are whole and of the sizes that config.json
+says, and how many ids the tokenizer, config.json, the embedding and the head know.
 
 A safetensors file starts with the length of a JSON header (8 bytes, little-endian) and the header:
 name, dtype, shape and place of every tensor. Nothing else of the file is read here.
@@ -8,6 +8,7 @@ name, dtype, shape and place of every tensor. Nothing else of the file is read h
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,15 @@ from typing import Any, BinaryIO
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from engine.architecture import read_config, refusals, text_config
 from engine.tokenizer import _vocab_size
 from schemas.errors import EngineError, quoted
 
 _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _HEAD = ("lm_head.weight", "embed_out.weight")
 _LARGEST_HEADER = 100 << 20
+_INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?(?:layers|h)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,34 @@ class VocabularySizes:
         return min(known, default=None)
 
 
+def checkpoint_problems(folder: str, backend: str) -> Iterator[EngineError]:
+    """Why a backend cannot load a checkpoint, or would not score it as its library does, as far as
+    config.json and the headers of the weights tell. Nothing for a folder that is not there.
+
+    Args:
+        backend: `torch` or `trtllm`; others read what they like.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        return
+    found = list(lacking(folder))
+    yield from found
+    if not (root / "config.json").is_file():
+        return
+    try:
+        raw = read_config(folder)
+    except EngineError as err:
+        yield err
+        return
+    yield from refusals(folder, raw, backend)
+    if found:
+        return
+    problems = list(weight_problems(root))
+    yield from problems
+    if not problems and backend == "torch":
+        yield from _size_problems(root, raw)
+
+
 def lacking(folder: str) -> Iterator[EngineError]:
     """What a folder lacks to be a checkpoint that any backend can load, each as its error."""
     root = Path(folder)
@@ -50,13 +82,99 @@ def lacking(folder: str) -> Iterator[EngineError]:
             do="Save the model with save_pretrained(folder).",
             field="engine.model",
         )
-    if root.is_dir() and not list(root.glob("*.safetensors")):
+    if root.is_dir() and not list(root.glob("*.safetensors")) and not list(root.glob(_INDEX)):
         yield EngineError(
             "the model has no safetensors weights",
             expected="*.safetensors (pickled weights are not loaded)",
             got=", ".join(sorted(path.name for path in root.iterdir())[:10]) or "an empty folder",
             where=folder,
             do="Save the model with save_pretrained(folder).",
+            field="engine.model",
+        )
+
+
+def weight_problems(root: Path) -> Iterator[EngineError]:
+    """Files of weights that are named and not there, that cannot be read, or that are cut short."""
+    index = root / _INDEX
+    named: set[str] = set()
+    if index.is_file() and not (root / "model.safetensors").is_file():
+        try:
+            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
+            yield _unreadable(index, f"{type(err).__name__}: {err}")
+            return
+    absent = sorted(name for name in named if not (root / name).is_file())
+    if absent:
+        yield EngineError(
+            "files of the model's weights are missing",
+            expected=f"the {len(named)} files that {_INDEX} names",
+            got=f"{len(absent)} missing, first {quoted(absent[0])}",
+            where=str(root),
+            do="Copy or download the checkpoint again.",
+            field="engine.model",
+        )
+    for path in _weight_files(root):
+        try:
+            with path.open("rb") as handle:
+                tensors, start = safetensors_header(handle)
+            end = start + max((t["data_offsets"][1] for t in tensors.values()), default=0)
+            size = path.stat().st_size
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as err:
+            yield _unreadable(path, str(err))
+            continue
+        if size != end:
+            yield _unreadable(path, f"{size:,} bytes, where its header says {end:,}")
+
+
+def _unreadable(path: Path, why: str) -> EngineError:
+    return EngineError(
+        "a file of the model's weights cannot be read",
+        got=quoted(why),
+        where=str(path),
+        do="Copy or download the checkpoint again.",
+        field="engine.model",
+    )
+
+
+def _weight_files(root: Path) -> list[Path]:
+    """The files that are loaded; adapters that lie beside them are not."""
+    return [p for p in sorted(root.glob("*.safetensors")) if not p.name.startswith("adapter")]
+
+
+def _size_problems(root: Path, raw: dict[str, Any]) -> Iterator[EngineError]:
+    """Tensors that are not of the sizes in config.json."""
+    text = text_config(raw)
+    if raw.get("quantization_config") is not None:
+        return
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(root):
+        with path.open("rb") as handle:
+            shapes |= {n: tuple(t["shape"]) for n, t in safetensors_header(handle)[0].items()}
+    vocab = text.get("vocab_size")
+    wrong = [
+        name
+        for name, shape in sorted(shapes.items())
+        if name.endswith(_EMBEDDING + _HEAD) and len(shape) == 2 and shape[0] != vocab
+    ]
+    if wrong and isinstance(vocab, int):
+        shape = shapes[wrong[0]]
+        yield EngineError(
+            f"the checkpoint's tensor {wrong[0]!r} has another size than config.json says",
+            expected=str((vocab, *shape[1:])),
+            got=f"{shape}; {len(wrong)} such tensors",
+            where=str(root),
+            do="Save model and config together, after resizing the embeddings.",
+            field="engine.model",
+        )
+    layers = text.get("num_hidden_layers", text.get("n_layer"))
+    found = {int(match[1]) for name in shapes if (match := _LAYER.match(name))}
+    if found and isinstance(layers, int) and max(found) + 1 < layers:
+        yield EngineError(
+            "the checkpoint lacks weights, which would be random",
+            expected=f"{layers} layers, num_hidden_layers in config.json",
+            got=f"{max(found) + 1} in the weights",
+            where=str(root),
+            do="Copy or download the checkpoint again, or correct config.json.",
             field="engine.model",
         )
 
@@ -81,9 +199,7 @@ def vocabulary_sizes(folder: str) -> VocabularySizes:
 def _first_dimensions(root: Path) -> dict[str, int]:
     """Rows of each matrix of the checkpoint; adapters that lie beside it do not count."""
     rows: dict[str, int] = {}
-    for path in sorted(root.glob("*.safetensors")):
-        if path.name.startswith("adapter"):
-            continue
+    for path in _weight_files(root):
         try:
             with path.open("rb") as handle:
                 header, _ = safetensors_header(handle)

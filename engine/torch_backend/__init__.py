@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
+from engine.architecture import has_window
+from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets
 from engine.row_tiles import pad_rows
 from engine.torch_backend.compiled import find_compiled
 from engine.torch_backend.context import PrefixKV, TorchContext
 from engine.torch_backend.head import Head
+from engine.torch_backend.head_transform import head_transform
 from engine.torch_backend.laid_out import find_lay_out, lay_out_layers
 from engine.torch_backend.lean import use_lean_layers
 from engine.torch_backend.memory import rows_that_fit
@@ -23,24 +25,32 @@ from engine.torch_backend.model import (
     head_of,
     load_model,
     longest_position,
+    own_attention,
     reference_log_probs,
     sizes_of,
 )
 from engine.torch_backend.passes import PrefixPass, TreePass, node_passes, prompt_passes
+from engine.torch_backend.probe import TOLERANCE, largest_error, make_probe, read
 from engine.torch_backend.varlen import Kernels, combine, find_flash
 from schemas.errors import EngineError
 from schemas.requests import Ints
 from schemas.settings import EngineSettings, Pooling
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3}  # nats, largest difference
+_LAYERS = 4  # that tell one architecture from another; some differ in every fourth
 
 
 class TorchBackend:
     """See engine/backend.py for the contract."""
 
-    def __init__(self, folder: str, dtype: str, device: torch.device) -> None:
-        self._model = load_model(folder, _DTYPES[dtype], device)
+    def __init__(
+        self, folder: str, dtype: str, device: torch.device, *, layers: int | None = None
+    ) -> None:
+        """`layers`: of the model, from the first, with all that makes bfloat16 fast; None: all."""
+        if layers is None and (dtype != "float32" or has_window(folder)):
+            self._check_architecture(folder, device)
+        self._model = load_model(folder, _DTYPES[dtype], device, layers=layers)
+        self._shortened = layers is not None
         self._body = self._model.base_model
         self._embed = self._model.get_input_embeddings()
         self._independent = dtype == "float32" and device.type == "cpu"
@@ -52,6 +62,7 @@ class TorchBackend:
             independent=self._independent,
             log_sum=None if self._compiled is None else self._compiled.log_sum,
             lay_out=self._lay_out,
+            transform=head_transform(self._model.config.get_text_config()),
         )
         self._prefixes: dict[bytes, PrefixKV] = {}
         self._kernels = self._find_kernels(device, _DTYPES[dtype])
@@ -74,11 +85,16 @@ class TorchBackend:
         except EngineError:
             raise
         except Exception as err:  # whatever an unknown architecture trips over
-            raise EngineError(
-                "this architecture is not supported by the torch backend",
-                got=f"{type(err).__name__}: {err}",
-                where=folder,
-            ) from err
+            raise own_attention(self._model, folder, err) from err
+
+    @staticmethod
+    def _check_architecture(folder: str, device: torch.device) -> None:
+        """The first layers in float32: rounding hides nothing there, and a window would show.
+
+        Raises:
+            EngineError: they do not score as the library's do.
+        """
+        TorchBackend(folder, "float32", device, layers=_LAYERS).close()
 
     def _find_kernels(self, device: torch.device, dtype: torch.dtype) -> Kernels | None:
         flash = find_flash(device, dtype, sizes_of(self._model).head_dim)
@@ -210,7 +226,7 @@ class TorchBackend:
         return self._prefixes[key]
 
     def _make_fast(self) -> None:
-        if self._facts.device.type == "cpu" and not self._independent:
+        if self._shortened or (self._facts.device.type == "cpu" and not self._independent):
             self._skips = use_lean_layers(self._body)
         elif self._compiled is not None:
             self._skips = use_lean_layers(self._body, self._compiled.steps)
@@ -219,15 +235,16 @@ class TorchBackend:
 
     @torch.inference_mode()
     def _probe(self, folder: str) -> None:
-        """Read a short sequence through prefix, prompt and tree, and through the library itself:
-        what follows the prompt's end, and a node's.
+        """Hold prefill, extend and head against the library (engine/torch_backend/probe.py).
 
-        Catches what a name check cannot: logit scaling, soft-capping, another attention.
+        Catches what a name check cannot: a head that is not known, another attention.
         """
-        vocab = self._facts.vocab_size
-        tokens = np.asarray([(7 * i + 3) % vocab for i in range(6)], dtype=np.int64)
-        want = reference_log_probs(self._model, self._put(tokens))[[3, 5]]
+        probe = make_probe(self._facts.vocab_size, self._facts.max_positions)
+        want = reference_log_probs(self._model, *map(self._put, probe.paths))
+        want = want[:, self._put(probe.columns)]
         if want.isnan().any():
+            if self._shortened:
+                return  # the whole model says it, of its own precision
             raise EngineError(
                 "the model's own library gets NaN from this checkpoint",
                 expected="log-probabilities of every token",
@@ -236,40 +253,14 @@ class TorchBackend:
                 do="Weights are NaN or infinite, or overflow in this precision: save it again.",
             )
         self._make_fast()  # after the library had its say
-        prompts = PackedPrompts(
-            token_ids=tokens[2:4],
-            offsets=np.asarray([0, 2], dtype=np.int64),
-            static_prefix=tokens[:2],
-            soft_positions=np.empty(0, dtype=np.int64),
-            soft_vectors=None,
-        )
-        context = self.prefill(prompts, max_nodes=2)
-        self.extend(
-            context,
-            NodeBatch(
-                prompt=self._put(np.zeros(2, dtype=np.int64)),
-                parent=self._put(np.asarray([0, 1], dtype=np.int64)),
-                token=self._put(tokens[4:]),
-                depth=self._put(np.asarray([1, 2], dtype=np.int64)),
-                slot=self._put(np.asarray([0, 1], dtype=np.int64)),
-                num_slots=2,
-                max_depth=2,
-            ),
-        )
-        some = np.unique(np.linspace(0, vocab - 1, 64, dtype=np.int64))
-        targets = Targets(
-            row=self._put(np.repeat(np.arange(2), len(some))),
-            column=self._put(np.tile(np.arange(len(some)), 2)),
-            columns=TokenColumns(some),
-        )
-        got = self.log_probs(context, self._put(np.asarray([0, 2])), targets, Norm("full_vocab"))
-        difference = float((got - want[:, self._put(some)].flatten()).abs().max())
+        error = largest_error(read(self, probe), want, self._facts.dtype)
         self._prefixes.clear()
-        if not difference <= _PROBE_TOLERANCE[self._facts.dtype]:
+        if not error <= TOLERANCE[self._facts.dtype]:
             raise EngineError(
                 "the model does not score as its own library does",
-                expected=f"a difference of at most {_PROBE_TOLERANCE[self._facts.dtype]} nats",
-                got=f"{difference:.3g}",
+                expected=f"a difference of at most {TOLERANCE[self._facts.dtype]:.2%} of the "
+                "logits' size",
+                got=f"{error:.2%}" + self._head.described,
                 where=folder,
                 do="This architecture is not supported by the torch backend; please report it.",
             )

@@ -8,6 +8,7 @@ columns stay there while all rows meet them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.nn import functional
 from engine.backend import Norm, Targets, TokenColumns
 from engine.row_tiles import TILE, pad_rows, row_chunks
 from engine.score_norms import log_softmax_of_targets, subtract_normaliser
+from engine.torch_backend.head_transform import HeadTransform
 from engine.torch_backend.laid_out import LayOut, Linear, plain
 
 _ROWS = {"cpu": 256, "cuda": 2048}  # of one chunk of logits; on a CPU, for each thread
@@ -39,10 +41,12 @@ class Head:
         independent: bool,
         log_sum: LogSum | None = None,
         lay_out: LayOut | None = None,
+        transform: HeadTransform | None = None,
     ) -> None:
         """`log_sum` `[R, C] -> [R]`, None: ours; `lay_out` of the weights of the whole vocabulary,
-        which are copied then; None: they are read where they are.
+        which are copied then; None: they are read where they are. `transform`: of the logits.
         """
+        self._transform = transform
         self._independent = independent  # pad rows so that a row's bits are its own
         self._log_sum_of = log_sum or _stable_log_sum
         self._in_cache = log_sum is None and not independent and head.weight.device.type == "cpu"
@@ -54,21 +58,29 @@ class Head:
         self._lay_out = lay_out or plain
         self._whole: list[Linear] | None = None  # made when first read
 
+    @property
+    def described(self) -> str:
+        """What is done to the logits, for messages; empty: nothing."""
+        keys = () if self._transform is None else self._transform.keys
+        return f" (logits transformed by {', '.join(keys)} of config.json)" if keys else ""
+
     def log_probs(self, hidden: Tensor, targets: Targets, norm: Norm) -> Tensor:
         """Log-probabilities `[M]` of targets whose rows index `hidden` `[R, hidden]`."""
         num_rows = len(hidden)
         if self._independent:
             hidden = pad_rows(hidden)
         logits = self._target_logits(hidden, targets)
+        if self._transform is not None:
+            logits = self._transform(logits)
         if norm.kind == "trie":
             return log_softmax_of_targets(logits, targets, num_rows)
         if norm.kind == "full_vocab":
             if self._whole is None:
-                self._whole = _chunks(self._weight, self._bias, self._lay_out)
+                self._whole = self._chunks(self._weight, self._bias, self._lay_out)
             normaliser = self._log_sum(hidden, self._whole)
         else:
             assert norm.columns is not None, f"norm {norm.kind} needs its columns"
-            normaliser = self._log_sum(hidden, _chunks(*self._part(norm.columns), plain))
+            normaliser = self._log_sum(hidden, self._chunks(*self._part(norm.columns), plain))
         return subtract_normaliser(logits, normaliser, targets.row)
 
     def _part(self, columns: TokenColumns) -> tuple[Tensor, Tensor | None]:
@@ -123,6 +135,15 @@ class Head:
             return found
         return self._log_sum_of_chunks(hidden, chunks)
 
+    def _chunks(self, weight: Tensor, bias: Tensor | None, lay_out: LayOut) -> list[Linear]:
+        """The head in blocks of columns, each with what the model does to its logits."""
+        step = _COLUMNS[weight.device.type]
+        parts = (slice(begin, begin + step) for begin in range(0, len(weight), step))
+        chunks = [lay_out(weight[part], None if bias is None else bias[part]) for part in parts]
+        if self._transform is None:
+            return chunks
+        return [partial(_transformed, chunk, self._transform) for chunk in chunks]
+
     def _log_sum_of_chunks(self, hidden: Tensor, chunks: list[Linear]) -> Tensor:
         sums = torch.empty((len(hidden), len(chunks)), device=hidden.device)
         for i, chunk in enumerate(chunks):
@@ -131,11 +152,8 @@ class Head:
         return sums.logsumexp(dim=-1)
 
 
-def _chunks(weight: Tensor, bias: Tensor | None, lay_out: LayOut) -> list[Linear]:
-    """The head in blocks of columns."""
-    step = _COLUMNS[weight.device.type]
-    parts = (slice(begin, begin + step) for begin in range(0, len(weight), step))
-    return [lay_out(weight[part], None if bias is None else bias[part]) for part in parts]
+def _transformed(linear: Linear, transform: HeadTransform, hidden: Tensor) -> Tensor:
+    return transform(linear(hidden))
 
 
 def _rows_at_once(hidden: Tensor) -> int:

@@ -16,20 +16,28 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from engine.checkpoint import lacking
+from engine import architecture
+from engine.checkpoint import checkpoint_problems
 from engine.torch_backend.memory import ModelSizes
-from engine.torch_backend.tree_attention import ATTENTION_NAME
+from engine.torch_backend.tree_attention import ATTENTION_NAME, OtherAttentionError
 from schemas.errors import EngineError, quoted
 
+_WINDOW = 2  # tokens
 
-def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+
+def load_model(
+    folder: str, dtype: torch.dtype, device: torch.device, *, layers: int | None = None
+) -> PreTrainedModel:
     """The model in eval mode on the device, with token-tree attention.
+
+    Args:
+        layers: how many of its layers, from the first; None: all.
 
     Raises:
         EngineError: no checkpoint, no safetensors, an architecture this transformers cannot load,
             missing weights, or a model whose attention is not the plain causal one we compute.
     """
-    for problem in lacking(folder):
+    for problem in checkpoint_problems(folder, "torch"):
         raise problem
     quiet: Any = transformers_logging  # its functions carry no types
     quiet.set_verbosity_error()
@@ -37,7 +45,8 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _refuse_other_models(config, folder)
-        _refuse_sliding_window(config, folder)
+        if layers is not None:
+            _keep_layers(config.get_text_config(), layers)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -51,7 +60,11 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
                 ignore_mismatched_sizes=True,  # we refuse them ourselves, with their names
                 output_loading_info=True,
             )
+    except EngineError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as err:
+        if ATTENTION_NAME in str(err):
+            raise own_attention(None, folder, err) from err
         raise EngineError(
             "the model cannot be loaded", got=quoted(" ".join(str(err).split())), where=folder
         ) from err
@@ -78,45 +91,38 @@ def load_model(folder: str, dtype: torch.dtype, device: torch.device) -> PreTrai
 
 
 def _refuse_other_models(config: Any, folder: str) -> None:
-    """A classifier's checkpoint loads as a language model too, and would score nonsense."""
+    """What config.json does not tell alone; and a classifier's checkpoint, which loads as a
+    language model too and would score nonsense.
+    """
+    for problem in architecture.refusals(folder, config.to_dict(), "torch"):
+        raise problem
     named = list(config.architectures or [])
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if named and not known & set(named):
-        raise EngineError(
-            "the checkpoint is not a causal language model",
-            expected="architectures in config.json to name one, such as Qwen3ForCausalLM",
-            got=", ".join(named),
-            where=folder,
-        )
+        raise architecture.not_causal(named, folder)
 
 
 def longest_position(config: Any) -> int:
-    """Positions up to which the rotary embedding is the same whatever else is in the pass.
-
-    LongRoPE switches its factors by the longest position of a pass: beyond the original length, a
-    row would depend on its neighbours.
-    """
+    """See engine/architecture.py; of a configuration that transformers has completed."""
     longest = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) == "longrope":
-        original = rope.get("original_max_position_embeddings") or getattr(
-            config, "original_max_position_embeddings", None
-        )
-        longest = min(longest, int(original or longest))
-    return longest
+    return min(longest, architecture.longest_position(config.to_dict()))
 
 
-def _refuse_sliding_window(config: Any, folder: str) -> None:
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    windowed = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
-    if kinds != {"full_attention"} or windowed:
-        raise EngineError(
-            "the model's attention is not plain causal attention",
-            expected="full attention in every layer",
-            got=f"layer types {sorted(kinds)}, sliding window {windowed}",
-            where=folder,
+def own_attention(model: PreTrainedModel | None, folder: str, error: Exception) -> EngineError:
+    """The error of a model that does not run with our attention in place of its own."""
+    name = "it" if model is None else type(model).__name__
+    own = model is None or not model._supports_attention_backend
+    if own or isinstance(error, OtherAttentionError):
+        said = (
+            str(error) if isinstance(error, OtherAttentionError) else "cannot be replaced by ours"
         )
+        return architecture.not_ours(f"{name}: attention of its own: {said}", folder)
+    return EngineError(
+        "this architecture is not supported by the torch backend",
+        got=quoted(f"{name}: {type(error).__name__}: {error}"),
+        where=folder,
+        do="Use a model of another kind; docs/bring-your-own-model.md names those that run.",
+    )
 
 
 def sizes_of(model: PreTrainedModel) -> ModelSizes:
@@ -143,15 +149,33 @@ def head_of(model: PreTrainedModel, folder: str) -> nn.Linear:
 
 
 @torch.inference_mode()
-def reference_log_probs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """log p of every vocabulary entry after each token `[T, V]`, by the library's own forward.
+def reference_log_probs(
+    model: PreTrainedModel, tokens: Tensor, path: Tensor, position: Tensor
+) -> Tensor:
+    """log p of every vocabulary entry after some tokens `[R, V]` of paths `[B, T]`, by the
+    library's own forward.
 
-    One sequence, no cache, the library's own attention: what our fast path is held against at
-    start-up.
+    No cache, the library's own attention: what our fast path is held against at start-up. Paths
+    are padded at their ends, where a causal model does not look.
     """
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     try:
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+        logits = model(input_ids=tokens, use_cache=False).logits[path, position]
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
     return torch.log_softmax(logits.float(), dim=-1)
+
+
+def _keep_layers(config: Any, layers: int) -> None:
+    """Shorten a configuration: its number of layers, and what it lists for each; and a window that
+    no layer should have, so that a layer which has it shows.
+    """
+    every = int(config.num_hidden_layers)
+    layers = min(layers, every)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == every:
+            setattr(config, name, value[:layers])
+    config.num_hidden_layers = layers
+    window = getattr(config, "sliding_window", None)
+    if window and window < architecture.longest_position(config.to_dict()):
+        config.sliding_window = _WINDOW

@@ -42,6 +42,10 @@ _HARMLESS = {
 }  # fmt: skip
 
 
+class OtherAttentionError(Exception):
+    """A layer asks for an attention that is not computed here; the words say what."""
+
+
 def token_tree_attention(
     module: nn.Module,
     query: Tensor,
@@ -60,8 +64,14 @@ def token_tree_attention(
     nothing and get zeros.
     """
     unknown = {name for name, value in kwargs.items() if value is not None} - _HARMLESS
-    assert tree_pass is not None, "token-tree attention needs a pass to belong to"
-    assert not unknown, f"this model wants attention options we do not compute: {sorted(unknown)}"
+    if tree_pass is None:
+        raise OtherAttentionError("it does not hand on what its layers are called with")
+    if unknown:
+        raise OtherAttentionError(f"it has {', '.join(sorted(unknown))}")
+    if key.shape != value.shape:
+        raise OtherAttentionError(
+            f"keys of width {key.shape[-1]} and values of width {value.shape[-1]}"
+        )
     rows = tree_pass.num_rows
     q = query[0].transpose(0, 1)[:rows]  # [T, H*G, D]
     k, v = (x[0].transpose(0, 1)[:rows] for x in (key, value))  # [T, H, D]

@@ -80,10 +80,10 @@ PLAIN = {
     "Qwen2, biased queries": (Qwen2Config, Qwen2ForCausalLM, {}),
     "Mistral without a window": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "Phi, biased head": (PhiConfig, PhiForCausalLM, {}),
-}
-OTHER = {
     "Granite, scaled logits": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 8.0}),
     "Cohere, scaled logits": (CohereConfig, CohereForCausalLM, {}),
+}
+OTHER = {
     "Mistral with a window": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
     "Gemma2, alternating windows": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 8}),
     "Bloom, ALiBi positions": (BloomConfig, BloomForCausalLM, {"n_layer": 2, "n_head": 4}),

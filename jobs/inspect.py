@@ -17,7 +17,7 @@ from pipelines.profile import published_marker, table_key
 from pipelines.publish import open_table
 from pipelines.run_shard import load_receipt
 from schemas.errors import ConfigError, StorageError, quoted
-from schemas.runs import Counts, RunPlan, ShardReceipt
+from schemas.runs import Counts, RunPlan, ShardReceipt, working_seconds
 from schemas.settings import RunConfig
 
 
@@ -41,12 +41,12 @@ def run_status(run_dir: str) -> RunStatus:
     """The status of one run folder."""
     plan = load_plan(run_dir)
     receipts = [r for r in (load_receipt(plan, s) for s in shards_of(plan)) if r is not None]
-    state, seconds = "planned", None
+    state, seconds = "planned", working_seconds(receipts) if receipts else None
     if receipts:
         state = "scored" if len(receipts) == plan.num_shards else "scoring"
     if files.exists(manifest_path(run_dir)):
         manifest: dict[str, Any] = files.read_json(manifest_path(run_dir))
-        state, seconds = manifest["status"], manifest["seconds"]
+        state = manifest["status"]
     if files.exists(published_marker(run_dir)):  # whatever was tried with it since
         state = "published" if _current_run(plan) == plan.run_id else "replaced"
     return RunStatus(

@@ -59,6 +59,13 @@ def evaluate(
         int, typer.Option(min=0, max=100_000, help="Samples of users for 95 % intervals; 0: none.")
     ] = 1000,
     seed: Annotated[int, typer.Option(min=0, help="Of the samples and the random lists.")] = 0,
+    only_run_users: Annotated[
+        bool,
+        typer.Option(
+            "--only-run-users",
+            help="Leave out users of the truth that are not in the run, as for a run of a sample.",
+        ),
+    ] = False,
     ds: DsOption = None,
     set_: SetOption = None,
     output: OutputOption = Output.text,
@@ -72,7 +79,13 @@ def evaluate(
     def body() -> None:
         plan = _the_run(target, ds, set_)
         options = EvaluateOptions(
-            k=_depths(k), by=by, users=users, train=train, bootstrap=bootstrap, seed=seed
+            k=_depths(k),
+            by=by,
+            users=users,
+            train=train,
+            bootstrap=bootstrap,
+            seed=seed,
+            only_run_users=only_run_users,
         )
         receipts = _receipts(plan)
         with _progress("evaluate", receipts) as progress:

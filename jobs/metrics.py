@@ -28,9 +28,13 @@ _HELP = {
     "legal_mass": "Mean probability that the first token stays in the catalog.",
     "shards": "Shards of the run.",
     "shards_failed": "Shards that failed.",
-    "seconds": "Wall time of the command that ended the run.",
+    "seconds": "Time in which shards were at work.",
+    "command_seconds": "Wall time of the command that ended the run.",
+    "unknown_history_share": "Share of history items that the catalog does not have.",
+    "history_rows_share": "Share of rows whose item is in the user's own history.",
+    "distinct_lists": "Share of distinct lists.",
     "engine_seconds": "Time in the engine, all shards.",
-    "users_per_s": "Users per second of wall time.",
+    "users_per_s": "Users per second in which shards were at work.",
     "prompt_tokens": "Tokens of all prompts.",
     "reused_tokens": "Prompt tokens that were not forwarded again.",
     "truncated_tokens": "History tokens dropped to fit.",
@@ -78,7 +82,8 @@ def _registry(manifest: RunManifest) -> CollectorRegistry:
             "nightshelf_audit_passed", "Whether it passed.", [*labels, "gate"], registry=registry
         )
         for one in manifest.audit.gates:
-            passed.labels(gate=one.gate, **labels).set(one.passed)
+            if one.verdict in ("passed", "warned", "refused"):
+                passed.labels(gate=one.gate, **labels).set(one.passed)
             if one.value is not None:
                 gate.labels(gate=one.gate, **labels).set(one.value)
     return registry

@@ -40,9 +40,12 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
         got,
         ("  quarantined", f"{summary['users_quarantined']:,}"),
         ("  nothing eligible", f"{summary['users_without_eligible']:,}"),
-        ("rows published", f"{summary['rows_published']:,}"),
+        ("rows published", _rows(summary)),
         ("exact lists", percent(summary["exact_share"])),
         ("beam widths", _widths(summary["beam_widths"])),
+        ("legal mass", _known(summary["legal_mass"])),
+        ("distinct lists", percent(summary["distinct_lists"])),
+        ("history", _history(summary)),
         (
             "rows forwarded",
             f"{summary['rows_forwarded']:,} (one by one: {summary['rows_naive']:,})",
@@ -55,6 +58,32 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
     ):
         table.add_row(label, value if isinstance(value, Text) else str(value))
     console.print(table)
+
+
+_LOUD = 0.2  # change of the number of rows that nobody should miss
+
+
+def _rows(summary: dict[str, Any]) -> Text:
+    """The rows, and loudly how far they are from those of the run before."""
+    text = Text(f"{summary['rows_published']:,}")
+    change = summary["row_change"]
+    if change is not None and change >= _LOUD:
+        words = f"  {100 * change:.0f} % more or fewer than the run before: is the input whole?"
+        text.append(words, style="bold red")
+    return text
+
+
+def _known(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _history(summary: dict[str, Any]) -> str:
+    """How much of the histories the catalog knows, and how much of them is recommended again."""
+    if summary["unknown_history_share"] is None:
+        return "-"
+    unknown, again = summary["unknown_history_items"], summary["history_rows_share"]
+    words = f"{unknown:,} items not in the catalog ({percent(summary['unknown_history_share'])})"
+    return words if again is None else f"{words}; {percent(again)} of rows are in it"
 
 
 def _link(report: str | None) -> Text:

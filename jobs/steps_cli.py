@@ -207,9 +207,12 @@ _command(
 _command("publish", _publish, "Publish a run that its audit let pass.")
 
 
+_STYLES = {"refused": "red", "warned": "yellow", "no limit": "dim", "nothing to compare": "dim"}
+
+
 def _print_audit(report: AuditReport, output: Output) -> None:
     if output is Output.json:
-        gates = [gate.model_dump(mode="json") for gate in report.gates]
+        gates = [{**gate.model_dump(mode="json"), "verdict": gate.verdict} for gate in report.gates]
         status = "refused" if report.refused else "passed"
         typer.echo(json.dumps({"run_id": report.run_id, "status": status, "gates": gates}))
         return
@@ -217,8 +220,8 @@ def _print_audit(report: AuditReport, output: Output) -> None:
     for column in ("gate", "value", "allowed", "", "what"):
         table.add_column(column, justify="right" if column == "value" else "left")
     for gate in report.gates:
-        verdict = "passed" if gate.passed else gate.action
+        verdict = gate.verdict
         value = "-" if gate.value is None else f"{gate.value:,.4g}"
-        style = None if gate.passed else "yellow" if gate.action == "warn" else "red"
+        style = _STYLES.get(verdict)
         table.add_row(gate.gate, value, gate.allowed, verdict, gate.detail, style=style)
     stdout().print(table)

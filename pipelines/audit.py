@@ -32,14 +32,15 @@ def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
             "coverage",
             (counts.users_recommended + counts.users_embedded) / max(counts.users_in, 1),
             "share of users with a result",
-            least=settings.min_coverage,
+            least=settings.min_coverage or None,
         ),
         threshold(
             "quarantine_rate",
             counts.users_quarantined / max(counts.users_in, 1),
             "share of users quarantined",
-            most=settings.max_quarantine_rate,
+            most=_limit(settings.max_quarantine_rate),
         ),
+        *_history_gates(plan, counts),
     ]
     warn = set(settings.warn)
     acted = (
@@ -70,6 +71,31 @@ def threshold(
     if most is not None:
         allowed, passed = f"<= {most:g}", value is None or value <= most
     return GateResult(gate=name, passed=passed, value=value, allowed=allowed, detail=detail)
+
+
+def _limit(most: float) -> float | None:
+    """A largest share that a share can go above, else None."""
+    return most if most < 1 else None
+
+
+def _history_gates(plan: RunPlan, counts: Counts) -> list[GateResult]:
+    """History whose items the catalog does not have is no history: such a night gives every user
+    the same list. Refused *from* the limit on, unless nothing is unknown.
+    """
+    if not plan.config.reads_history:
+        return []
+    most = _limit(plan.config.audit.max_unknown_history)
+    items = counts.history_items
+    share = counts.unknown_history_items / items if items else None
+    return [
+        GateResult(
+            gate="unknown_history",
+            passed=most is None or not share or share < most,
+            value=share,
+            allowed="any" if most is None else f"< {most:g}" if most else "0",
+            detail=f"share of the {items:,} history items that the catalog does not have",
+        )
+    ]
 
 
 def _conservation(plan: RunPlan, counts: Counts, receipts: list[ShardReceipt]) -> GateResult:
@@ -106,11 +132,13 @@ def _list_gates(plan: RunPlan, receipts: list[ShardReceipt], counts: Counts) -> 
         returned = read_frame(outcomes, ["returned"])["returned"].to_numpy()
         lengths += np.bincount(returned, minlength=len(lengths))
     sample = builder.save(plan)
+    in_history = None if rows.in_history is None else rows.in_history / max(counts.rows_staged, 1)
     bad = [count(name, found, detail) for name, (found, detail) in rows.counts.items()]
     return [
         *bad,
         *_length_gates(plan, lengths),
         *_quality_gates(plan, receipts, counts),
+        *_sameness_gates(plan, sample, in_history),
         *_change_gates(plan, builder.profile, sample),
     ]
 
@@ -143,6 +171,30 @@ def _quality_gates(plan: RunPlan, receipts: list[ShardReceipt], counts: Counts) 
         mass = sum(receipt.legal_mass_sum for receipt in receipts) / max(users, 1)
         detail = "mean probability that the first token stays in the catalog"
         gates.append(threshold("legal_mass", mass, detail, least=settings.min_legal_mass))
+    return gates
+
+
+def _sameness_gates(
+    plan: RunPlan, sample: pl.DataFrame, in_history: float | None
+) -> list[GateResult]:
+    """Lists that are everybody's, and rows that tell a user nothing new."""
+    settings = plan.config.audit
+    lists = sample.group_by("user_id").agg(
+        pl.struct("rank", "item_id").hash(seed=0).sort().implode().hash(seed=0).first().alias("of")
+    )
+    distinct = lists["of"].n_unique() / len(lists) if len(lists) else None
+    gates = [
+        threshold(
+            "distinct_lists",
+            distinct,
+            f"share of distinct lists, over {len(lists):,} users",
+            least=settings.min_distinct_lists or None,
+        )
+    ]
+    if plan.config.reads_history:
+        detail = "share of rows whose item is in the user's own history"
+        most = settings.max_history_rows
+        gates.append(threshold("history_rows", in_history, detail, most=most))
     return gates
 
 

@@ -15,16 +15,16 @@ from pipelines.prepare import shards_of
 from pipelines.read import eligibility_columns
 from pipelines.shard_table import read_shard_table
 from schemas.runs import RunPlan, Shard, ShardReceipt
-from schemas.tables import EXCLUDED_LIST
+from schemas.tables import DUPLICATE, EXCLUDED_LIST
 
-_DETAILS = {
-    "duplicates": "a user has an item more than once",
-    "ranks": "ranks are not 1, 2, 3, … per user",
-    "scores": "a score is NaN, infinite, above 0, or above the one before it",
-    "catalog_validity": "an item is not in the catalog",
-    "excluded_items": "a user got an item that is excluded for it",
-    "ineligible_items": "a user got an item that task.eligibility does not allow it",
-    "rows": "rows differ from the receipts",
+_DETAILS = {  # what is counted, so that it reads right beside 0 as well
+    "duplicates": "rows whose item stands in the user's list before",
+    "ranks": "rows whose rank is not the one after the row before, from 1",
+    "scores": "scores that are NaN, infinite, above 0, or above the one before",
+    "catalog_validity": "rows whose item is not in the catalog",
+    "excluded_items": "rows whose item is excluded for the user",
+    "ineligible_items": "rows whose item task.eligibility does not allow the user",
+    "rows": "rows more or fewer than the receipts say",
 }
 
 
@@ -38,11 +38,17 @@ class RowGates:
         self._items = pl.Series("item_id", pl.from_arrow(catalog.item_ids))
         self._shards = shards_of(plan)
         self._bad = dict.fromkeys(_DETAILS, 0)
+        self._in_history = 0
 
     @property
     def counts(self) -> dict[str, tuple[int, str]]:
         """Bad rows of each kind so far, and what they are."""
         return {name: (self._bad[name], detail) for name, detail in _DETAILS.items()}
+
+    @property
+    def in_history(self) -> int | None:
+        """Rows whose item is in the user's own history; None where no history is read."""
+        return self._in_history if self._plan.config.reads_history else None
 
     def add(self, receipt: ShardReceipt, rows: pl.DataFrame) -> None:
         """Check the rows of one shard."""
@@ -61,13 +67,21 @@ class RowGates:
         ).height
         known = pl.col("item_id").is_in(self._items.implode())
         bad["catalog_validity"] += rows.filter(~known).height
-        users = pl.from_arrow(read_shard_table(self._plan, shard, ["user_id", EXCLUDED_LIST]))
-        assert isinstance(users, pl.DataFrame), "a table is a frame"
-        excluded = (
-            users.explode(EXCLUDED_LIST).drop_nulls().rename({EXCLUDED_LIST: "item_id"}).unique()
-        )
-        bad["excluded_items"] += rows.join(excluded, on=["user_id", "item_id"], how="semi").height
+        bad["excluded_items"] += self._rows_in(rows, shard, EXCLUDED_LIST)
+        if self._plan.config.reads_history:
+            found = self._rows_in(rows, shard, "history")
+            self._in_history += found
+            if self._plan.config.task.exclude_history:
+                bad["excluded_items"] += found
         bad["ineligible_items"] += _ineligible(self._plan, shard, rows, self._catalog)
+
+    def _rows_in(self, rows: pl.DataFrame, shard: Shard, column: str) -> int:
+        """Rows whose item is in the user's list of that column of the shard."""
+        users = pl.from_arrow(read_shard_table(self._plan, shard, ["user_id", column, DUPLICATE]))
+        assert isinstance(users, pl.DataFrame), "a table is a frame"
+        first = users.filter(~pl.col(DUPLICATE)).select("user_id", item_id=column)
+        pairs = first.explode("item_id").drop_nulls().unique()
+        return rows.join(pairs, on=["user_id", "item_id"], how="semi").height
 
 
 def _ineligible(plan: RunPlan, shard: Shard, rows: pl.DataFrame, catalog: Catalog) -> int:

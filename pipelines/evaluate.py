@@ -4,8 +4,9 @@ Everything is at the level of items: of items that share a semantic ID, only the
 a hit, at the rank it has in the list. Rows are those that the run's receipts name, one shard at a
 time.
 
-The metrics are means over all users of the truth. One without a list counts as 0, whatever the
-reason; users without truth are left out. Both are counted.
+The metrics are means over all users of the truth, or over those of the run where that is asked for.
+One without a list counts as 0, whatever the reason; users without truth are left out. Both are
+counted.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class EvaluateOptions:
     train: str | None = None  # past interactions, for popularity; None: the catalog's column
     bootstrap: int = 1000  # samples; 0: no intervals
     seed: int = 0
+    only_run_users: bool = False  # leave out users of the truth that the run was not asked for
 
 
 def evaluate_run(
@@ -154,6 +156,8 @@ class _Judge:
         pairs = self._truth.of_shard(receipt.shard)
         everyone = shard_users(self._plan, receipt.shard)
         self._found["run"] += len(everyone)
+        if self._options.only_run_users:
+            pairs = pairs.filter(pl.col("user_id").is_in(everyone.implode()))
         if pairs.is_empty():
             return
         users = self._users(receipt, pairs)

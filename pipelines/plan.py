@@ -178,6 +178,7 @@ def contract_of(config: RunConfig, name: str, *, by_segment: bool) -> TableContr
             labels_column=config.task.label.labels_column if config.task.label else None,
             candidates=_candidates_of_users(config),
             exclusions=config.inputs.self_contained and config.needs_items,
+            history=config.reads_history,
         )
     return items_contract(config) if name == "catalog" else EXCLUSIONS
 

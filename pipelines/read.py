@@ -123,17 +123,22 @@ def _to_batch(
     template = plan.config.prompt.parsed
     counts = Counts()
     history = user_sids = excluded = eligibility = None
-    if template.uses("history"):
+    if plan.config.reads_history:
         assert catalog is not None, "history needs a catalog"
         found, _ = positions(table.column("history").combine_chunks(), catalog)
         history = found.keep(found.values >= 0)
-        unknown = len(found.values) - len(history.values)
-        counts = Counts(unknown_history_items=unknown)
+        counts = Counts(
+            history_items=len(found.values),
+            unknown_history_items=len(found.values) - len(history.values),
+        )
     if template.uses("user_sid"):
         user_sids = ragged(table.column("user_sid").combine_chunks())
     if catalog is not None:
         excluded, _ = positions(table.column(EXCLUDED_LIST).combine_chunks(), catalog)
         excluded = excluded.keep(excluded.values >= 0)
+        if plan.config.task.exclude_history:
+            assert history is not None, "it is read to be left out"
+            excluded = excluded.followed_by(history)
         eligibility = _eligibility(plan, table, catalog)
     candidates: CandidateSets | None = None
     unknown_items: UnknownItems | None = None
@@ -151,7 +156,7 @@ def _to_batch(
     users = UserBatch(
         num_users=len(table),
         vectors=vectors,
-        history=history,
+        history=history if template.uses("history") else None,
         user_sids=user_sids,
         texts=texts,
         candidates=candidates,

@@ -101,6 +101,7 @@ def run_shard(
             counts=result.counts,
             seconds=time.perf_counter() - started,
             engine_seconds=result.engine_seconds,
+            finished_at=time.time(),
             legal_mass_sum=result.legal_mass_sum,
             beam_widths=result.beam_widths,
             native_beams=result.native_beams,

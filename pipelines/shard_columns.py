@@ -47,7 +47,11 @@ def users_columns(plan: RunPlan) -> dict[str, str]:
     """Columns to keep of the users table, `user_id` besides, and what each holds."""
     template = plan.config.prompt.parsed
     kinds = {"user_id": "user", "embedding": "plain", "history": "item", "user_sid": "plain"}
-    contract = users_contract(template, by_segment=shape_of_candidates(plan) == "segment")
+    contract = users_contract(
+        template,
+        by_segment=shape_of_candidates(plan) == "segment",
+        history=plan.config.reads_history,
+    )
     names = [column.name for column in contract.columns]
     out = {name: kinds.get(name, "text") for name in names if name != "user_id"}
     if plan.config.task.k_column is not None:

@@ -76,6 +76,14 @@ class Ragged:
         lengths = np.bincount(self.row_ids[mask], minlength=self.num_rows)
         return Ragged.from_lengths(lengths, self.values[mask])
 
+    def followed_by(self, other: Ragged) -> Ragged:
+        """Each list with the list of the same row of `other` behind it."""
+        rows = np.concatenate([self.row_ids, other.row_ids])
+        values = np.concatenate([self.values, other.values])
+        return Ragged.from_lengths(
+            self.lengths + other.lengths, values[np.argsort(rows, kind="stable")]
+        )
+
 
 def place_within(group: Ints) -> Ints:
     """Each entry's number among the entries of its group, in order of appearance."""

@@ -25,6 +25,9 @@ LimitedGate = Literal[
     "score_drift",
     "overlap",
     "row_change",
+    "unknown_history",
+    "history_rows",
+    "distinct_lists",
 ]
 _SECRET_KEY = re.compile(
     r"secret|passw|token|credential|(access|private|account)[-_.]?key|signature|connection.string",
@@ -164,6 +167,17 @@ class AuditSettings(Section):
 
     min_coverage: Share = Field(0.0, description="Least share of users that got a result")
     max_quarantine_rate: Share = Field(0.5, description="Largest share of users quarantined")
+    max_unknown_history: Share = Field(
+        0.5,
+        description="Share of history items that the catalog does not have, from which a run is "
+        "refused; 1: never",
+    )
+    max_history_rows: Share | None = Field(
+        None, description="Largest share of rows whose item is in the user's own history"
+    )
+    min_distinct_lists: Share | None = Field(
+        None, description="Least share of lists that no other user has as well, in a sample"
+    )
     min_rows: Positive | None = Field(None, description="Fewest items of any list")
     min_rows_p5: Positive | None = Field(
         None, description="Fewest items of the list at the 5th percentile"

@@ -89,7 +89,8 @@ class Counts(_Record):
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompts: the part that all share, forwarded once
     truncated_tokens: int = 0
-    unknown_history_items: int = 0
+    history_items: int = 0  # of the users that were not quarantined
+    unknown_history_items: int = 0  # of those: not in the catalog, so no part of a prompt
     rows_forwarded: int = 0
     rows_naive: int = 0
 
@@ -160,6 +161,7 @@ class ShardReceipt(_Record):
     counts: Counts
     seconds: float
     engine_seconds: float
+    finished_at: float | None = None  # seconds since 1970
     legal_mass_sum: float = 0.0
     beam_widths: dict[int, int] = {}  # widest beam used -> users
     native_beams: dict[str, int] | None = None  # counts of the engine's own beams, where used
@@ -169,6 +171,26 @@ class ShardReceipt(_Record):
         """The file that is published."""
         kind: StagedKind = "embeddings" if "embeddings" in self.files else "recommendations"
         return self.files[kind]
+
+
+def working_seconds(receipts: Iterable[ShardReceipt]) -> float:
+    """Time in which at least one shard was at work: the same in one command, in steps, resumed or
+    repeated. Receipts without an end are counted as one after the other.
+    """
+    total, reached = 0.0, float("-inf")
+    spans = []
+    for receipt in receipts:
+        if receipt.finished_at is None:
+            total += receipt.seconds
+        else:
+            spans.append((receipt.finished_at - receipt.seconds, receipt.finished_at))
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+GateVerdict = Literal["passed", "warned", "refused", "no limit", "nothing to compare"]
 
 
 class GateResult(_Record):
@@ -181,6 +203,17 @@ class GateResult(_Record):
     detail: str = ""
     action: Literal["refuse", "warn"] = "refuse"  # what it does when it does not pass
     against: str | None = None  # the run that it compares with
+
+    @property
+    def verdict(self) -> GateVerdict:
+        """What came of it. A gate that has no limit, or nothing to hold against it, did not pass
+        anything.
+        """
+        if not self.passed:
+            return "refused" if self.action == "refuse" else "warned"
+        if self.allowed == "any":
+            return "no limit"
+        return "nothing to compare" if self.value is None else "passed"
 
     def words(self) -> str:
         """The gate in a sentence."""
@@ -278,8 +311,15 @@ class RunManifest(_Record):
         }
 
     def _device_hours(self) -> float:
-        """Time that shards held a device, from reading to the receipt."""
-        return sum(receipt.seconds for receipt in self.shards) / 3600
+        """Time that shards held devices, from reading to the receipt; a worker may own several."""
+        devices = self.plan.config.engine.tensor_parallel
+        return devices * sum(receipt.seconds for receipt in self.shards) / 3600
+
+    def _gate(self, name: str) -> float | None:
+        """What a gate of the audit measured; None where it did not."""
+        gates = self.audit.gates if self.audit else ()
+        value = next((gate.value for gate in gates if gate.gate == name), None)
+        return None if value is None else round(value, 4)
 
     def _cost(self) -> float | None:
         """What the shards cost, at `run.price_per_hour`."""
@@ -290,6 +330,7 @@ class RunManifest(_Record):
         """The one-line JSON of a run."""
         c = self.counts
         engine_seconds = sum(receipt.engine_seconds for receipt in self.shards)
+        seconds = working_seconds(self.shards)
         return {
             "run_id": self.plan.run_id,
             "status": self.status,
@@ -308,15 +349,21 @@ class RunManifest(_Record):
             "beam_widths": self._beam_widths(),
             **self._native_summary(),
             "legal_mass": self._legal_mass(),
+            "unknown_history_items": c.unknown_history_items,
+            "unknown_history_share": _share(c.unknown_history_items, c.history_items),
+            "history_rows_share": self._gate("history_rows"),
+            "distinct_lists": self._gate("distinct_lists"),
+            "row_change": self._gate("row_change"),
             "audit_warnings": [gate.gate for gate in self.audit.warned] if self.audit else [],
             "published": self.published.partition if self.published else None,
             "run_dir": self.plan.run_dir,
             "report": self.report,
             "shards": self.plan.num_shards,
             "shards_failed": len(self.failed_shards),
-            "seconds": round(self.seconds, 3),
+            "seconds": round(seconds, 3),
+            "command_seconds": round(self.seconds, 3),
             "engine_seconds": round(engine_seconds, 3),
-            "users_per_s": round(c.users_in / self.seconds, 2) if self.seconds else 0.0,
+            "users_per_s": round(c.users_in / seconds, 2) if seconds else 0.0,
             "device_hours": round(self._device_hours(), 6),
             "cost": _rounded(self._cost()),
             "cost_per_million_users": _rounded(self._cost(), 1e6 / max(c.users_in, 1)),

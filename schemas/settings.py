@@ -137,6 +137,11 @@ class RunConfig(Section):
         """Whether the run reads a catalog. Only embeddings of prompts without history do not."""
         return self.task.embed is None or self.prompt.parsed.uses("history")
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether the users column `history` is read: for the prompt, or to leave its items out."""
+        return self.task.exclude_history or self.prompt.parsed.uses("history")
+
     @model_validator(mode="after")
     def _fits_together(self, info: ValidationInfo) -> RunConfig:
         if not (info.context or {}).get(LENIENT):
@@ -257,7 +262,8 @@ class RunConfig(Section):
             return
         if self.sid is None:
             settings = self._item_settings()
-            del settings["task.k_column"], settings["task.eligibility"]
+            for name in ("k_column", "eligibility", "exclude_history"):
+                del settings[f"task.{name}"]
             settings["task.generate"] = task.generate is not None
             yield from self._refuse("needs semantic IDs, a sid section", settings)
             return
@@ -314,10 +320,14 @@ class RunConfig(Section):
     def _check_limits(self) -> Iterator[ConfigError]:
         """A limit of the audit that nothing would be held against is refused, not ignored."""
         task, audit = self.task, self.audit
-        lists = ("min_rows", "min_rows_p5", "max_score_drift", "min_overlap", "max_row_change")
+        lists = ("min_rows", "min_rows_p5", "max_score_drift", "min_overlap", "max_row_change",
+                 "min_distinct_lists", "max_history_rows")  # fmt: skip
         if task.embed is not None:
             limits = {f"audit.{n}": getattr(audit, n) is not None for n in lists}
             yield from self._refuse("is about lists, and embed writes none", limits)
+        if not self.reads_history:
+            limits = {"audit.max_history_rows": audit.max_history_rows is not None}
+            yield from self._refuse("needs {history} or task.exclude_history", limits)
         if task.generate is None:
             limits = {
                 "audit.min_exact_share": audit.min_exact_share is not None,
@@ -337,6 +347,7 @@ class RunConfig(Section):
             "task.score_norm": task.score_norm != "full_vocab",
             "task.k_column": task.k_column is not None,
             "task.eligibility": task.eligibility is not None,
+            "task.exclude_history": task.exclude_history,
         }
 
     @staticmethod

@@ -164,16 +164,18 @@ def users_contract(
     labels_column: str | None = None,
     candidates: bool = False,
     exclusions: bool = False,
+    history: bool = False,
 ) -> TableContract:
     """The users table, as far as a run reads it.
 
-    That is: the template, candidate sets by segment, the users columns of the eligibility, k, and
-    labels; where it is self-contained, each user's candidates and exclusions as well.
+    That is: the template, the history where its items are left out, candidate sets by segment, the
+    users columns of the eligibility, k, and labels; where it is self-contained, each user's
+    candidates and exclusions as well.
     """
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
         columns.append(Column("embedding", VECTOR))
-    if template.uses("history"):
+    if history or template.uses("history"):
         columns.append(Column("history", ID_LIST))
     if template.uses("user_sid"):
         columns.append(Column("user_sid", INT_LIST))

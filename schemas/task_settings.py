@@ -132,6 +132,9 @@ class TaskSettings(Section):
     eligibility: str | None = Field(
         None, description="Items a user may get, by catalog attributes; see schemas/eligibility.py"
     )
+    exclude_history: bool = Field(
+        False, description="Never recommend an item of the user's own history column"
+    )
     score: ScoreSettings | None = Field(None, description="{}: score the candidates")
     generate: GenerateSettings | None = Field(None, description="{…}: search the catalog")
     label: LabelSettings | None = Field(None, description="{…}: label the candidates")

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from pipelines import input_files
 from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.prompts import check_prompts
+from pipelines.preflight.table_hints import warn_of_days, warn_of_ready_prompts
 from pipelines.preflight.tables import TableSeen, TablesSeen
 from pipelines.shard_columns import first_users
 from pipelines.users_once import check_users_once
@@ -40,6 +41,8 @@ def check_samples(
 ) -> None:
     """Look at rows of the tables that are right as tables."""
     tables = seen.tables
+    for one in tables.values():
+        warn_of_days(one, findings)
     users = tables.get("users")
     if users is not None and users.usable and users.table.rows:
         table: pa.Table | None = None
@@ -131,6 +134,7 @@ def _check_users(
                 remedy="Correct the rows above, or raise audit.max_quarantine_rate.",
             )
         )
+    warn_of_ready_prompts(config, table.filter(pa.array(check.ok)), paths[0], findings)
     check_prompts(config, table.filter(pa.array(check.ok)), paths[0], findings)
     if item_ids is not None and "history" in table.column_names:
         flat = pc.list_flatten(table.column("history"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime as dt
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +15,7 @@ from engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
 from pipelines import files, input_files
 from pipelines.catalog_readers import list_catalog
 from pipelines.propose.config import Found, config_text
+from pipelines.propose.dates import Sources, date_of, latest_day
 from pipelines.propose.sids import SidGuess, guess_sids, plain_ids
 from pipelines.propose.tables import (
     check_exclusions,
@@ -28,21 +28,7 @@ from schemas.tables import CATALOG, ID, Column, TableContract, id_type
 
 __all__ = ["Sources", "propose_config"]
 
-_DATE = re.compile(r"(?<![0-9])(\d{4}-\d{2}-\d{2})(?![0-9])")
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """Where the user's things are."""
-
-    users: str
-    catalog: str
-    candidates: str | None = None
-    exclusions: str | None = None
-    model: str | None = None
-    projector: str | None = None
-    surface: str = "home"
 
 
 def propose_config(sources: Sources, folder: str) -> str:
@@ -52,6 +38,7 @@ def propose_config(sources: Sources, folder: str) -> str:
         InputError: a table cannot be used, or its semantic IDs cannot be told.
         EngineError: the model's or the projector's folder cannot be read.
     """
+    sources, days = latest_day(sources)
     vocabulary = read_vocabulary(sources.model) if sources.model else None
     paths = list_catalog(sources.catalog)
     text_column = guess_text_column(paths[0])
@@ -75,7 +62,7 @@ def propose_config(sources: Sources, folder: str) -> str:
         shape = guess_candidates(sources.candidates, users, item_type)
     if sources.exclusions is not None:
         check_exclusions(sources.exclusions, users, item_type)
-    ds = _date(sources)
+    ds = date_of(sources)
     known = {column.name for column in CATALOG.columns} | {"pid"}
     return config_text(
         Found(
@@ -98,6 +85,7 @@ def propose_config(sources: Sources, folder: str) -> str:
             projector=read_projector_spec(sources.projector) if sources.projector else None,
             text_tokens=_text_tokens(sources.model, paths, text_column) if text_column else 0,
             attributes=tuple(name for name in columns if name not in known),
+            days=days,
         )
     )
 
@@ -126,12 +114,6 @@ def _text_tokens(model: str | None, paths: list[str], column: str) -> int:
     if longest == 0:
         raise TableError(f"catalog: column {column!r} has no text", where=paths[0])
     return longest
-
-
-def _date(sources: Sources) -> str | None:
-    """The date in the users' path, when there is one: it becomes {ds}."""
-    found = _DATE.search(sources.users)
-    return found[1] if found else None
 
 
 def _path(path: str, folder: str, ds: str | None) -> str:

@@ -43,6 +43,7 @@ class Found:
     projector: ProjectorSpec | None
     text_tokens: int  # of the longest item text
     attributes: tuple[str, ...]
+    days: tuple[str, ...]  # tables that have a part for each day
 
 
 def config_text(found: Found) -> str:
@@ -254,6 +255,9 @@ def _inputs(found: Found) -> Iterator[str]:
     yield "inputs:"
     yield from _say(f"{users.rows:,} users: {', '.join(has)}.")
     yield f"  users: {_value(found.users_path)}"
+    if found.days:
+        names = ", ".join(found.days)
+        yield from _say(f"A part for each day, of which a run reads its own: {names}.")
     yield from _say(f"{found.num_items:,} items.")
     yield f"  catalog: {_value(found.catalog_path)}"
     if found.candidates_path is not None and found.shape is not None:
@@ -276,6 +280,12 @@ def _task(found: Found) -> Iterator[str]:
     scores = found.candidates_path is not None
     yield "task:"
     yield f"  k: {min(20, found.num_items)}    # recommendations per user"
+    if found.users.history_items:
+        yield from _say(
+            "What a user has is not recommended again. false where people come back to the same "
+            "items, as with music or groceries."
+        )
+        yield "  exclude_history: true"
     if found.attributes:
         yield from _say(
             f"`eligibility: …` would choose by the catalog's {', '.join(found.attributes)}."
@@ -303,4 +313,12 @@ def _rest(found: Found) -> Iterator[str]:
     yield "  work_dir: runs    # a run that was stopped resumes from here"
     yield ""
     yield "audit:    # a run that fails a gate publishes nothing"
-    yield "  max_quarantine_rate: 0.5    # lower it once the inputs are right"
+    yield "  max_quarantine_rate: 0.1    # share of the users whose rows cannot be used"
+    yield from _say(
+        "A users table that was cut short gives fewer rows, and every user in it a list: coverage "
+        "does not notice. The number of rows beside the run published before does."
+    )
+    yield "  max_row_change: 0.5"
+    if found.users.history_items:
+        yield "  max_unknown_history: 0.2    # share of history items not in the catalog"
+    yield "  min_distinct_lists: 0.05    # 1: no two users of a sample have the same list"

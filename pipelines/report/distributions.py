@@ -58,10 +58,26 @@ def of_numbers(frame: pl.LazyFrame, column: str) -> Distribution | None:
     low, high = ends.collect(engine="streaming").row(0)
     if low is None:
         return None
-    width = (high - low) / _FINE or 1.0
+    width = (high - low) / _FINE
+    if low + width == low:  # one value, or as good as one: a bar around it, on an axis of its size
+        return _one_value(frame, column, low, high)
     fine = _bins(frame, column, low, width, _FINE)
     edges: Floats = low + width * np.arange(_FINE + 1, dtype=np.float64)
     return _shown(edges, fine, low, high)
+
+
+def _one_value(frame: pl.LazyFrame, column: str, low: float, high: float) -> Distribution:
+    half = max(abs(low), abs(high)) * 0.01 or 0.5
+    count = int(frame.select(pl.col(column).count()).collect(engine="streaming").item())
+    return Distribution(
+        edges=(low - half, high + half),
+        counts=(count,),
+        p5=low,
+        p50=low,
+        p95=high,
+        low=low,
+        high=high,
+    )
 
 
 def of_integers(values: Ints, counts: Ints) -> Distribution | None:

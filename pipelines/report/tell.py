@@ -10,6 +10,7 @@ from schemas.runs import GateResult, RunManifest
 
 _SHARDS = 8
 _FAILED = 20
+_ORDER = ("refused", "warned", "passed", "nothing to compare", "no limit")
 _MEASURES = {  # gates that give a detail only of what is wrong
     "conservation": "every user and every candidate is accounted for",
     "staged_files": "staged files are those of the receipts, by their hashes",
@@ -93,7 +94,7 @@ def tell(manifest: RunManifest, figures: Figures, people: int) -> Told:
         tiles=_tiles(manifest, numbers),
         user_rows=_user_rows(manifest, figures),
         candidate_rows=_candidate_rows(manifest),
-        gates=tuple(sorted(gates, key=lambda gate: (gate.passed, gate.action == "warn"))),
+        gates=tuple(sorted(gates, key=lambda gate: _ORDER.index(gate.verdict))),
         failed=tuple((f"shard-{index:05d}", why) for index, why in failed),
         work=_work(manifest, numbers),
         slowest=_slowest(manifest),
@@ -265,8 +266,9 @@ def _candidate_rows(manifest: RunManifest) -> tuple[Row, ...]:
 def _work(manifest: RunManifest, numbers: dict[str, Any]) -> tuple[Fact, ...]:
     price = "set run.price_per_hour"
     facts = [
+        Fact(label="Time, s", key="seconds", digits=1, note="in which shards were at work"),
         Fact(
-            label="Wall time, s", key="seconds", digits=1, note="of the command that ended the run"
+            label="Command, s", key="command_seconds", digits=1, note="the one that ended the run"
         ),
         Fact(label="Device hours", key="device_hours", digits=4, note="shards, start to receipt"),
         Fact(label="Time in the engine", key="engine_share", percent=True),
@@ -278,6 +280,9 @@ def _work(manifest: RunManifest, numbers: dict[str, Any]) -> tuple[Fact, ...]:
         Fact(label="reused", key="reused_tokens", note="shared by all, forwarded once"),
         Fact(label="cut", key="truncated_tokens", note="of the oldest history, to fit"),
         Fact(label="Unknown history items", key="unknown_history_items", note="left out"),
+        Fact(label="of all history items", key="unknown_history_share", percent=True),
+        Fact(label="Rows in the user's own history", key="history_rows_share", percent=True),
+        Fact(label="Distinct lists", key="distinct_lists", percent=True, note="of a sample"),
         Fact(label="Rows through the model", key="rows_forwarded"),
         Fact(label="if sent one by one", key="rows_naive"),
         Fact(label="Sharing", key="sharing", digits=1, note="times fewer rows"),

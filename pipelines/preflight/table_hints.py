@@ -1,4 +1,4 @@
-"""What a table says of itself that a run would take literally, and its owner probably does not mean.
+"""What a table says of itself that a run would take literally, and its owner hardly means.
 
 Warnings only.
 """

@@ -52,5 +52,5 @@ def latest_day(sources: Sources) -> tuple[Sources, tuple[str, ...]]:
     for name, path in sources.tables.items():
         days = [part for part in files.list_names(path) if _DAY.fullmatch(part)]
         if days:
-            changed[name] = files.join(path, max(days)) + "/"
+            changed[name] = files.join(path, max(days))
     return replace(sources, **changed), tuple(changed)

@@ -352,7 +352,9 @@ def test_metrics_of_a_run_are_there_for_prometheus(nightshelf, tmp_path):
     assert samples["nightshelf_users_recommended", None].value == summary["users_recommended"]
     assert samples["nightshelf_users_recommended", None].labels == {"surface": "home/eu"}
     assert samples["nightshelf_run_status", "published"].value == 1
-    assert samples["nightshelf_audit_passed", "coverage"].value == 1
+    assert samples["nightshelf_audit_passed", "duplicates"].value == 1
+    assert ("nightshelf_audit_passed", "coverage") not in samples  # it has no limit
+    assert samples["nightshelf_audit_value", "coverage"].value == 1
     assert samples["nightshelf_run_info", None].labels["run_id"] == summary["run_id"]
     saved = json.loads((Path(summary["run_dir"]) / "metrics.json").read_text())
     assert saved["rows_published"] == summary["rows_published"]

@@ -319,6 +319,7 @@ def test_a_right_run_passes_every_gate(finished):
         "conservation", "staged_files", "duplicates", "ranks", "scores", "catalog_validity",
         "excluded_items", "ineligible_items", "rows", "coverage", "quarantine_rate", "rows_min",
         "rows_p5", "exact_share", "legal_mass", "score_drift", "overlap", "row_change",
+        "unknown_history", "history_rows", "distinct_lists",
     }  # fmt: skip
 
 

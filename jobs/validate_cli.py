@@ -78,12 +78,12 @@ def _print_table(console: Console, word: str, problems: list[Problem]) -> None:
         facts = [problem.message]
         facts += [f"expected: {problem.expected}"] if problem.expected else []
         facts += [f"got: {problem.got}"] if problem.got else []
-        where = "\n".join(part for part in (problem.field, _short(problem.file)) if part)
+        where = "\n".join(part for part in (problem.field, _place(problem)) if part)
         table.add_row(str(number), *map(escape, (where, "\n".join(facts), problem.remedy)))
     console.print(table)
 
 
-def _short(path: str) -> str:
-    """A path below the current folder, relative to it."""
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
+def _place(problem: Problem) -> str:
+    """The file, relative to the current folder where it is below it, and the line."""
+    short = problem.file.removeprefix(os.getcwd() + os.sep)
+    return short if problem.line is None else f"{short}:{problem.line}"

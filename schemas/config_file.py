@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from schemas.errors import ConfigError, did_you_mean, quoted
+from schemas.overrides import override
 from schemas.settings import RunConfig
+from schemas.strict_yaml import LARGEST_FILE, Keys, decoded, read_yaml
 
 S = TypeVar("S", bound=BaseModel)
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^/|^table:")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where each setting was written: a line of the file, or an argument that won over it."""
+
+    path: str
+    lines: dict[Keys, int]
+    arguments: dict[Keys, str]
+
+    def where(self, keys: Sequence[str | int]) -> str:
+        """Where a setting was written, or the section that it is missing in."""
+        place = tuple(keys)
+        for end in range(len(place), -1, -1):
+            if (argument := self.arguments.get(place[:end])) is not None:
+                return argument
+            if (line := self.lines.get(place[:end])) is not None:
+                return f"{self.path}:{line}"
+        return self.path
+
+    def where_named(self, field: str | None) -> str:
+        """The same of `section.field`."""
+        return self.where([int(k) if k.isdigit() else k for k in (field or "").split(".")])
 
 
 def load_config(
@@ -25,100 +50,122 @@ def load_config(
 
     Args:
         path: the YAML file; paths inside are relative to its folder.
-        overrides: `a.b=value` items, the value in YAML.
+        overrides: `a.b=value` items; schemas/overrides.py says how the value is read.
         ds: partition date that wins over the file's.
 
     Raises:
-        ConfigError: naming the file, the field, what is allowed and what was found.
+        ConfigError: naming the file and line, the field, what is allowed and what was found.
     """
-    raw = read_mapping(path, overrides=overrides, ds=ds)
+    raw, sources = read_mapping(path, overrides=overrides, ds=ds)
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as err:
-        raise _readable(err, str(path)) from None
+        raise _readable(err, raw, sources) from None
     except ConfigError as err:
-        err.where = err.where or str(path)
+        err.where = err.where or sources.where_named(err.field)
         raise
     return resolve_paths(config, Path(path).resolve().parent)
 
 
 def read_mapping(
     path: str | Path, *, overrides: list[str] | None = None, ds: str | None = None
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Sources]:
     """What a configuration file says, with overrides, before it is checked.
 
     Raises:
         ConfigError: the file cannot be read as a YAML mapping, or an override cannot.
     """
-    file = Path(path)
-    try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError("the configuration file does not exist", got=quoted(str(path))) from None
-    except IsADirectoryError:
-        raise ConfigError(
-            "the configuration is a folder", expected="a YAML file", got=quoted(str(path))
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as err:
-        raise ConfigError(
-            "the configuration file cannot be read", got=" ".join(str(err).split()), where=str(path)
-        ) from err
+    document = read_yaml(_text_of(Path(path)), str(path))
+    raw = document.value
     if not isinstance(raw, dict):
         raise ConfigError(
-            "the configuration is not a mapping", got=type(raw).__name__, where=str(path)
+            "the configuration is not a mapping",
+            got="nothing" if raw is None else type(raw).__name__,
+            where=f"{path}:{document.lines.get((), 1)}",
         )
-    if isinstance(raw.get("ds"), dt.date):
-        raw["ds"] = raw["ds"].isoformat()
+    arguments: dict[Keys, str] = {}
     for item in overrides or []:
-        _override(raw, item)
+        place = override(raw, item)
+        arguments[place] = f"--set {'.'.join(place)}"
     if ds is not None:
         raw["ds"] = ds
-    return raw
+        arguments["ds",] = "--ds"
+    return raw, Sources(str(path), document.lines, arguments)
 
 
-def _override(raw: dict[str, Any], item: str) -> None:
-    key, equals, text = item.partition("=")
-    if not equals or not key:
-        raise ConfigError("--set cannot be read", expected="section.field=value", got=quoted(item))
-    *parents, leaf = key.split(".")
-    node = raw
-    for parent in parents:
-        child = node.get(parent)
-        if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"--set {key}: {parent!r} is not a section", got=quoted(child))
-        node = child
+def _text_of(file: Path) -> str:
     try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as err:
-        raise ConfigError(f"--set {key}: the value is not YAML", got=quoted(text)) from err
-    if isinstance(node[leaf], dt.date):
-        node[leaf] = node[leaf].isoformat()
+        with file.open("rb") as handle:
+            data = handle.read(LARGEST_FILE + 1)
+    except FileNotFoundError:
+        raise ConfigError("the configuration file does not exist", got=quoted(str(file))) from None
+    except IsADirectoryError:
+        raise ConfigError(
+            "the configuration is a folder", expected="a YAML file", got=quoted(str(file))
+        ) from None
+    except OSError as err:
+        raise ConfigError(
+            "the configuration file cannot be read", got=err.strerror or str(err), where=str(file)
+        ) from err
+    return decoded(data, str(file))
 
 
-def _readable(error: ValidationError, where: str) -> ConfigError:
-    problems = list(dict.fromkeys(_problem(detail) for detail in error.errors()))
+def _readable(error: ValidationError, raw: dict[str, Any], sources: Sources) -> ConfigError:
+    found: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for detail in error.errors():
+        found.setdefault(tuple(map(str, place_of(detail, raw))), []).append(detail)
+    problems = {
+        place: (_problem(place, details), sources.where(place_of(details[0], raw)))
+        for place, details in found.items()
+    }
     if len(problems) == 1:
-        return ConfigError(f"configuration: {problems[0]}", where=where)
-    lines = "".join(f"\n  - {problem}" for problem in problems)
-    return ConfigError(f"configuration has {len(problems)} problems{lines}\n", where=where)
+        place, (problem, where) = next(iter(problems.items()))
+        return ConfigError(f"configuration: {problem}", where=where, field=".".join(place) or None)
+    lines = "".join(f"\n  - {problem} ({where})" for problem, where in problems.values())
+    return ConfigError(f"configuration has {len(problems)} problems{lines}\n", where=sources.path)
 
 
-def _problem(detail: ErrorDetails) -> str:
-    loc = [str(part) for part in detail["loc"]]
-    name = ".".join(loc) or "file"
+def place_of(detail: ErrorDetails, raw: dict[str, Any]) -> Keys:
+    """The setting an error is about, without the alternatives of a type that pydantic names too."""
+    keys: list[str | int] = []
+    node: Any = raw
+    for part in detail["loc"]:
+        if isinstance(node, dict) and (part in node or detail["type"] == "missing"):
+            node = node.get(part)
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        else:
+            break
+        keys.append(part)
+    return tuple(keys)
+
+
+def _problem(place: tuple[str, ...], details: list[ErrorDetails]) -> str:
+    name, detail = ".".join(place), details[0]
     if detail["type"] == "extra_forbidden":
-        allowed = allowed_keys(loc[:-1])
-        return (
-            f"{name}: unknown key{did_you_mean(loc[-1], allowed)} (allowed: {', '.join(allowed)})"
-        )
+        allowed = allowed_keys(list(place[:-1]))
+        near = did_you_mean(place[-1], allowed)
+        return f"{name}: unknown key{near} (allowed: {', '.join(allowed)})"
     if detail["type"] == "missing":
         return f"{name}: required but missing"
-    message = detail["msg"].removeprefix("Value error, ")
-    if not loc:
+    message = said(details)
+    if not place:
         return message
     return f"{name}: {message[:1].lower()}{message[1:]}, got {quoted(detail['input'])}"
+
+
+def said(details: list[ErrorDetails]) -> str:
+    """What pydantic says of one setting, in one sentence."""
+    messages = dict.fromkeys(detail["msg"].removeprefix("Value error, ") for detail in details)
+    first, *others = messages
+    text = ", or ".join([first, *(one.removeprefix("Input should be ") for one in others)])
+    wants_text = any(detail["type"] in ("string_type", "literal_error") for detail in details)
+    value = details[0]["input"]
+    if wants_text and isinstance(value, bool):
+        text += "; YAML reads yes, no, on, off, true and false as booleans: put it in quotes"
+    elif wants_text and isinstance(value, int | float):
+        text += "; put it in quotes"
+    return text
 
 
 def allowed_keys(loc: list[str]) -> list[str]:

@@ -16,7 +16,14 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from schemas.config_file import allowed_keys, read_mapping, resolve_paths
+from schemas.config_file import (
+    Sources,
+    allowed_keys,
+    place_of,
+    read_mapping,
+    resolve_paths,
+    said,
+)
 from schemas.errors import ConfigError, did_you_mean, quoted
 from schemas.settings import LENIENT, RunConfig
 
@@ -41,6 +48,7 @@ class ConfigReport:
     config: RunConfig | None
     problems: tuple[ConfigError, ...]
     repaired: frozenset[str]
+    sources: Sources
 
     def is_repaired(self, *settings: str) -> bool:
         """Whether any of these settings, or a part or a section of one, is not what was written."""
@@ -55,21 +63,19 @@ def inspect_config(
     Raises:
         ConfigError: the file cannot be read as a YAML mapping, or an override cannot.
     """
-    raw = copy.deepcopy(read_mapping(path, overrides=overrides, ds=ds))
-    reader = _Reader(raw)
+    raw, sources = read_mapping(path, overrides=overrides, ds=ds)
+    reader = _Reader(raw, sources)
     config = reader.read()
-    for problem in reader.problems:
-        problem.where = problem.where or str(path)
     if config is not None:
         config = resolve_paths(config, Path(path).resolve().parent)
-    return ConfigReport(config, tuple(reader.problems), frozenset(reader.repaired))
+    return ConfigReport(config, tuple(reader.problems), frozenset(reader.repaired), sources)
 
 
 class _Reader:
     """Takes out of `raw` what cannot be used, until the rest can."""
 
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self.raw = raw
+    def __init__(self, raw: dict[str, Any], sources: Sources) -> None:
+        self.raw, self.sources = raw, sources
         self.problems: list[ConfigError] = []
         self.repaired: set[str] = set()
 
@@ -82,7 +88,7 @@ class _Reader:
                 continue
             except ConfigError as err:
                 if err.field is None or not self._remove(err.field.split(".")):
-                    self.problems.append(err)
+                    self._add(err)
                     return None
                 self._report(err, err.field)
                 self.repaired.add(err.field)
@@ -101,17 +107,25 @@ class _Reader:
     def _report(self, error: ConfigError, name: str) -> None:
         """Keep an error, unless it only follows from what was taken out."""
         if not any(_touches(name, found) for found in self.repaired):
-            self.problems.append(error)
+            self._add(error)
+
+    def _add(self, error: ConfigError) -> None:
+        error.where = error.where or self.sources.where_named(error.field)
+        self.problems.append(error)
 
     def _take_out(self, details: list[ErrorDetails]) -> None:
-        errors: dict[tuple[str, bool], tuple[list[str], ErrorDetails]] = {}
+        errors: dict[tuple[str, bool], tuple[list[str], list[ErrorDetails]]] = {}
         for detail in details:
             keys = self._keys(detail)
-            errors.setdefault((".".join(keys), detail["type"] == "missing"), (keys, detail))
+            key = (".".join(keys), detail["type"] == "missing")
+            errors.setdefault(key, (keys, []))[1].append(detail)
         before = set(self.repaired)
-        for (name, missing), (keys, detail) in errors.items():
-            if not any(_touches(name, found) for found in before):
-                self.problems.append(_as_error(detail, name))
+        for (name, missing), (keys, found) in errors.items():
+            detail = found[0]
+            if not any(_touches(name, other) for other in before):
+                error = _as_error(found, name)
+                error.where = self.sources.where(place_of(detail, self.raw))
+                self.problems.append(error)
             if missing:
                 self._stand_in(keys)
             elif name == "task":
@@ -186,8 +200,9 @@ def _syntax(config: RunConfig) -> Iterator[ConfigError]:
             yield err
 
 
-def _as_error(detail: ErrorDetails, name: str) -> ConfigError:
+def _as_error(details: list[ErrorDetails], name: str) -> ConfigError:
     """What pydantic says of one setting, as an error of ours."""
+    detail = details[0]
     field = ".".join(str(part) for part in detail["loc"]) or "file"
     if detail["type"] == "extra_forbidden":
         allowed = allowed_keys([str(part) for part in detail["loc"][:-1]])
@@ -203,7 +218,7 @@ def _as_error(detail: ErrorDetails, name: str) -> ConfigError:
         return ConfigError(
             f"{field}: required but missing", do=f"Add {field} to the file.", field=field
         )
-    message = detail["msg"].removeprefix("Value error, ")
+    message = said(details)
     expected = message.removeprefix("Input should be ") if message.startswith("Input ") else None
     return ConfigError(
         f"{name or 'file'}: " + ("cannot be used" if expected else message),

@@ -8,18 +8,20 @@ from pydantic import (
     Field,
 )
 
-from schemas.section import Place, Positive, Section
+from schemas.section import Count, Name, Place, Positive, Section
 
 Precision = Literal["float32", "bfloat16"]
+Rows = Annotated[Positive, Field(le=100_000_000)]  # in one pass
+Users = Annotated[Positive, Field(le=1_000_000)]  # in one pass
 
 
 class TrtllmSettings(Section):
     """How TensorRT-LLM's engines are built; only `engine.backend: trtllm` reads it."""
 
-    max_num_tokens: Positive | Literal["auto"] = Field(
+    max_num_tokens: Rows | Literal["auto"] = Field(
         "auto", description="Tokens of one encode call; auto: what the GPU holds"
     )
-    max_batch_size: Positive = Field(256, description="Prompts of one encode call")
+    max_batch_size: Users = Field(256, description="Prompts of one encode call")
     multi_item: Literal["auto", "off"] = Field(
         "auto", description="Many items behind one prompt; off: one prompt per item"
     )
@@ -29,7 +31,7 @@ class TrtllmSettings(Section):
     kv_cache_dtype: Literal["auto", "fp8", "nvfp4"] = Field(
         "auto", description="Precision of the KV cache of task.generate.mode native"
     )
-    placeholder_id: Annotated[int, Field(ge=0, strict=True)] | None = Field(
+    placeholder_id: Count | None = Field(
         None, description="Token that stands for a soft token; unset: the last id without a text"
     )
 
@@ -37,7 +39,7 @@ class TrtllmSettings(Section):
 class EngineSettings(Section):
     """What runs the model, and how much it may take at once."""
 
-    backend: str = Field("torch", description="fake | torch | trtllm; see engine/registry.py")
+    backend: Name = Field("torch", description="fake | torch | trtllm; see engine/registry.py")
     model: Place | None = Field(
         None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
     )
@@ -48,14 +50,16 @@ class EngineSettings(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: CUDA when there is one"
     )
-    max_batch_tokens: Positive | Literal["auto"] = Field(
+    max_batch_tokens: Rows | Literal["auto"] = Field(
         "auto",
         description="Rows (prompt tokens, tree nodes, beams) packed together; auto: what the GPU "
         "holds, 8192 on a CPU",
     )
-    max_batch_users: Positive = Field(256, description="Users in one packed pass")
-    tensor_parallel: Positive = Field(1, description="GPUs of one worker and its engine; trtllm")
-    seed: int = Field(0, description="Seed of the fake backend")
+    max_batch_users: Users = Field(256, description="Users in one packed pass")
+    tensor_parallel: Annotated[Positive, Field(le=1024)] = Field(
+        1, description="GPUs of one worker and its engine; trtllm"
+    )
+    seed: Count = Field(0, description="Seed of the fake backend")
     trtllm: TrtllmSettings = Field(
         TrtllmSettings(),
         description="How TensorRT-LLM's engines are built",

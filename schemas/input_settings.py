@@ -12,8 +12,9 @@ from pydantic import (
     model_validator,
 )
 
+from schemas.errors import ConfigError
 from schemas.places import place
-from schemas.section import Positive, Section
+from schemas.section import Flag, Name, Positive, Section, naming
 from schemas.semantic_ids import SidSpace
 from schemas.templates import PromptTemplate, parse_template
 
@@ -21,12 +22,15 @@ TABLES = ("users", "catalog", "candidates", "exclusions")
 TABLE = "table:"  # how an input says that it is a table of Spark's catalog, and no path
 
 
+Codes = Annotated[Positive, Field(le=4_194_304)]
+Tokens = Annotated[Positive, Field(le=10_000_000)]
+_MOST_CODES = 8_388_608  # of all levels: each is a token, held in memory with its text
+
+
 class SidSettings(Section):
     """The SID space. `tokens[l]` is the text of level l's tokens with `{code}` for the number."""
 
-    sizes: tuple[Positive, ...] = Field(
-        min_length=1, max_length=16, description="Codes of each level"
-    )
+    sizes: tuple[Codes, ...] = Field(min_length=1, max_length=16, description="Codes of each level")
     tokens: tuple[str, ...] = Field(
         min_length=1, max_length=16, description="Text of each level's tokens, with {code}"
     )
@@ -40,30 +44,40 @@ class SidSettings(Section):
     @property
     def space(self) -> SidSpace:
         """The space these settings describe."""
-        return SidSpace(self.sizes, self.tokens, self.end_token)
+        with naming("sid.tokens"):
+            return SidSpace(self.sizes, self.tokens, self.end_token)
 
     @model_validator(mode="after")
     def _end(self) -> SidSettings:
         if self.end_after == "every" and self.end_token is None:
             raise ValueError("sid.end_after: every needs sid.end_token")
+        if sum(self.sizes) > _MOST_CODES:
+            raise ConfigError(
+                "sid.sizes has too many codes",
+                expected=f"at most {_MOST_CODES:,} of all levels together",
+                got=f"{sum(self.sizes):,}",
+                field="sid.sizes",
+            )
         return self
 
 
 class TextSettings(Section):
     """Items that have no semantic ID: a text of the catalog names them to the model."""
 
-    column: Annotated[str, Field(min_length=1)] = Field(
-        "text", description="Catalog column with the text"
+    column: Name = Field("text", description="Catalog column with the text")
+    max_tokens: Annotated[Positive, Field(le=1_000_000)] = Field(
+        64, description="Longest text; a longer one is an error, not cut"
     )
-    max_tokens: Positive = Field(64, description="Longest text; a longer one is an error, not cut")
 
 
 class PromptSettings(Section):
     """The prompt of one user; see schemas/templates.py for the slots."""
 
     template: str = Field(description="Text with slots; see schemas/templates.py")
-    max_tokens: Positive = Field(1024, description="Longest prompt; the oldest history goes first")
-    history_max_items: Positive = Field(50, description="Latest items kept in {history}")
+    max_tokens: Tokens = Field(1024, description="Longest prompt; the oldest history goes first")
+    history_max_items: Annotated[Positive, Field(le=1_000_000)] = Field(
+        50, description="Latest items kept in {history}"
+    )
     history_separator: str = Field("", description="Text between two items of {history}")
     null_text: str | None = Field(
         None, description="Written for a null text or scalar; when unset the row is quarantined"
@@ -72,7 +86,8 @@ class PromptSettings(Section):
     @property
     def parsed(self) -> PromptTemplate:
         """The template's segments."""
-        return parse_template(self.template)
+        with naming("prompt.template"):
+            return parse_template(self.template)
 
 
 def _table_name(value: Any) -> Any:
@@ -103,7 +118,7 @@ def _place(value: str) -> str:
 
 
 Input = Annotated[
-    str, BeforeValidator(_table_name), AfterValidator(_place), WithJsonSchema(_TABLE_SCHEMA)
+    Name, BeforeValidator(_table_name), AfterValidator(_place), WithJsonSchema(_TABLE_SCHEMA)
 ]
 
 
@@ -120,7 +135,7 @@ class InputSettings(Section):
         None, description="Items to score, for task.score and task.label"
     )
     exclusions: Input | None = Field(None, description="user_id, item_id: never recommended")
-    self_contained: bool = Field(
+    self_contained: Flag = Field(
         False,
         description="The users table's files are the shards, with item_ids (candidates) and "
         "excluded_item_ids in columns; nothing is joined",

@@ -13,7 +13,17 @@ from pydantic import (
 )
 
 from schemas.errors import ConfigError, quoted
-from schemas.section import Place, Positive, Section, Share
+from schemas.section import (
+    LONGEST_LIST,
+    Count,
+    Name,
+    Number,
+    Place,
+    Positive,
+    Seconds,
+    Section,
+    Share,
+)
 
 LimitedGate = Literal[
     "coverage",
@@ -29,6 +39,7 @@ LimitedGate = Literal[
     "history_rows",
     "distinct_lists",
 ]
+Rows = Annotated[Positive, Field(le=LONGEST_LIST)]
 _SECRET_KEY = re.compile(
     r"secret|passw|token|credential|(access|private|account)[-_.]?key|signature|connection.string",
     re.I,
@@ -44,7 +55,7 @@ class OutputSettings(Section):
     layout: Literal["long", "wide"] = Field(
         "long", description="long: a row per recommendation; wide: a row per user"
     )
-    table: str | None = Field(
+    table: Name | None = Field(
         None, description="Iceberg: namespace.table; default nightshelf.recommendations"
     )
     quarantine: Place | None = Field(
@@ -108,23 +119,27 @@ class RunSettings(Section):
     launcher: Literal["local", "spark"] = Field(
         "local", description="Who runs the shards: processes of this machine, or Spark executors"
     )
-    shard_users: Positive = Field(5000, description="Users per shard, about")
-    workers: Annotated[int, Field(ge=0, strict=True)] | Literal["auto"] = Field(
+    shard_users: Annotated[Positive, Field(le=100_000_000)] = Field(
+        5000, description="Users per shard, about"
+    )
+    workers: Annotated[Count, Field(le=1024)] | Literal["auto"] = Field(
         "auto",
         description="Worker processes of the local launcher; auto: one per GPU, else one; 0: in "
         "this process",
     )
-    max_attempts: Positive = Field(3, description="Tries of a shard whose worker dies")
-    shard_timeout_s: Annotated[float, Field(gt=0)] = Field(
+    max_attempts: Annotated[Positive, Field(le=1000)] = Field(
+        3, description="Tries of a shard whose worker dies"
+    )
+    shard_timeout_s: Seconds = Field(
         3600.0, description="A worker that reports nothing for this long is ended"
     )
-    start_timeout_s: Annotated[float, Field(gt=0)] = Field(
+    start_timeout_s: Seconds = Field(
         1800.0, description="A worker whose engine takes longer to start is ended"
     )
     metrics_dir: Place | None = Field(
         None, description="Folder for a Prometheus textfile per surface, besides the run folder's"
     )
-    price_per_hour: Annotated[float, Field(ge=0)] | None = Field(
+    price_per_hour: Number | None = Field(
         None, description="Price of one device for an hour; for the cost in the summary"
     )
 
@@ -143,10 +158,10 @@ class SparkSettings(Section):
         description="ResourceProfile of the scoring stage. task: its tasks ask for the GPUs; "
         "executor: executors of their own, with dynamic allocation",
     )
-    discovery_script: str | None = Field(
+    discovery_script: Name | None = Field(
         None, description="GPU discovery script of executors that profile: executor asks for"
     )
-    register_table: str | None = Field(
+    register_table: Name | None = Field(
         None, description="Table of Spark's catalog that a publish adds its partition to"
     )
 
@@ -178,22 +193,22 @@ class AuditSettings(Section):
     min_distinct_lists: Share | None = Field(
         None, description="Least share of lists that no other user has as well, in a sample"
     )
-    min_rows: Positive | None = Field(None, description="Fewest items of any list")
-    min_rows_p5: Positive | None = Field(
+    min_rows: Rows | None = Field(None, description="Fewest items of any list")
+    min_rows_p5: Rows | None = Field(
         None, description="Fewest items of the list at the 5th percentile"
     )
     min_exact_share: Share | None = Field(None, description="Least share of lists proven exact")
     min_legal_mass: Share | None = Field(
         None, description="Least mean probability of the first token staying in the catalog"
     )
-    max_score_drift: Annotated[float, Field(ge=0)] | None = Field(
+    max_score_drift: Number | None = Field(
         None,
         description="Largest PSI of the scores against the run published before; 0.25 is large",
     )
     min_overlap: Share | None = Field(
         None, description="Least mean share of items that lists have in common with those before"
     )
-    max_row_change: Annotated[float, Field(ge=0)] | None = Field(
+    max_row_change: Number | None = Field(
         None, description="Largest change of the number of rows: 0.1 is a tenth more or less"
     )
     warn: tuple[LimitedGate, ...] = Field((), description="Gates that only warn")
@@ -202,9 +217,9 @@ class AuditSettings(Section):
 class ReportSettings(Section):
     """The page that every run leaves in its folder."""
 
-    examples: Annotated[int, Field(ge=0, le=2000, strict=True)] = Field(
+    examples: Annotated[Count, Field(le=2000)] = Field(
         200, description="Users on the page, the same ones every night; 0: none, and no ids"
     )
-    title_column: Annotated[str, Field(min_length=1)] | None = Field(
+    title_column: Name | None = Field(
         None, description="Catalog column that names items to people; default: title, else text"
     )

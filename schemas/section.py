@@ -1,7 +1,10 @@
-"""What every section of a configuration has in common."""
+"""What every section of a configuration has in common: how it is read, and kinds of values."""
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 from pydantic import (
@@ -11,6 +14,7 @@ from pydantic import (
     Field,
 )
 
+from schemas.errors import ConfigError
 from schemas.places import place
 
 
@@ -22,7 +26,32 @@ class Section(BaseModel):
     )
 
 
-Positive = Annotated[int, Field(ge=1, strict=True)]  # true is no number
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Place = Annotated[str, AfterValidator(place)]  # a path or URL that leads somewhere
+def _one_line(text: str) -> str:
+    if bad := next((char for char in text if unicodedata.category(char) in _CONTROLS), None):
+        raise ValueError(f"a name holds no control character and no line break: U+{ord(bad):04X}")
+    return text
+
+
+_CONTROLS = ("Cc", "Zl", "Zp")
+# Every number has a most: what sizes memory is refused before it is allocated. A setting's own
+# bound comes behind these, as Annotated[Positive, Field(le=…)].
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1, strict=True)]  # true is no number
+Count = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
+Number = Annotated[float, Field(ge=0.0, le=1e6, strict=True)]
+Seconds = Annotated[float, Field(gt=0.0, le=31_536_000.0, strict=True)]  # a year
+Share = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]  # 1 and "yes" are no booleans
+Name = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]  # of a table, a column
+Place = Annotated[str, AfterValidator(place), AfterValidator(_one_line)]  # leads somewhere
 LENIENT = "lenient"  # validation context: settings that do not fit together are left to `conflicts`
+LONGEST_LIST = 100_000  # items of a list, and beams that search for them
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Errors of the block are about this setting, where they name none."""
+    try:
+        yield
+    except ConfigError as err:
+        err.field = err.field or field
+        raise

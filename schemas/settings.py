@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from schemas.engine_settings import EngineSettings, Precision, TrtllmSettings
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, quoted
 from schemas.input_settings import (
     TABLE,
     TABLES,
@@ -38,7 +38,7 @@ from schemas.run_settings import (
     RunSettings,
     SparkSettings,
 )
-from schemas.section import LENIENT, Section
+from schemas.section import LENIENT, Name, Section
 from schemas.semantic_ids import SidSpace
 from schemas.task_settings import (
     CollisionPolicy,
@@ -85,7 +85,7 @@ __all__ = [
 ]
 
 _LONGEST_NAME = 150  # of a surface; file names take 255 bytes and hold more than it
-_DS = re.compile(r"^\d{4}-\d{2}-\d{2}$")
+_DS = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 # The same in a path; Azure's container@account holds none. Or a link that was signed.
 _SECRET_PATH = re.compile(r"://[^/@\s:]*:[^/@\s]+@|[?&](sig|[^=&]*(signature|token))=", re.I)
 
@@ -98,16 +98,19 @@ def _fits_a_name(surface: str) -> str:
 
 def _known_ds(value: str | None) -> str | None:
     if value is not None:
-        if not _DS.match(value):
+        if not _DS.fullmatch(value):
             raise ValueError("must be a date like 2026-11-28")
-        dt.date.fromisoformat(value)
+        try:
+            dt.date.fromisoformat(value)
+        except ValueError as err:
+            raise ValueError(f"must be a day of the calendar: {err}") from None
     return value
 
 
 class RunConfig(Section):
     """The whole file."""
 
-    surface: Annotated[str, Field(min_length=1), AfterValidator(_fits_a_name)] = Field(
+    surface: Annotated[Name, AfterValidator(_fits_a_name)] = Field(
         description="Where the items are shown"
     )
     ds: Annotated[str | None, AfterValidator(_known_ds)] = Field(
@@ -201,7 +204,15 @@ class RunConfig(Section):
             "run.work_dir": self.run.work_dir,
             "run.metrics_dir": self.run.metrics_dir,
         }
+        folders = set(self.surface.split("/")) & {".", ".."}
         for name, path in paths.items():
+            if path is not None and folders and "{surface}" in path:
+                yield ConfigError(
+                    f"{name} would lead out of its place",
+                    expected="a surface without . and .. where {surface} is in a path",
+                    got=quoted(self.surface),
+                    field="surface",
+                )
             if path is not None and _SECRET_PATH.search(path):
                 yield ConfigError(
                     f"{name} holds what looks like a credential",

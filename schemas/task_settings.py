@@ -14,12 +14,14 @@ from pydantic import (
 
 from schemas.eligibility import Expression, parse_eligibility
 from schemas.errors import ConfigError, quoted
-from schemas.section import Positive, Section
+from schemas.section import LONGEST_LIST, Count, Flag, Name, Positive, Section, naming
 
 ScoreNorm = Literal["full_vocab", "sid_range", "level", "trie"]
 CollisionPolicy = Literal["all", "most_popular", "first"]
 LengthNorm = Literal["sum", "mean"]
 Pooling = Literal["last", "mean"]
+Width = Annotated[Positive, Field(le=LONGEST_LIST)]
+TokenId = Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]
 
 
 class ScoreSettings(Section):
@@ -34,13 +36,15 @@ class ScoreSettings(Section):
 class LabelSettings(Section):
     """Ask the model about each candidate: the probability of labels behind the item's tokens."""
 
-    labels: tuple[StrictStr | StrictInt, ...] = Field(
-        min_length=1, description="One token each, as text or id; the first one's score ranks"
+    labels: tuple[StrictStr | TokenId, ...] = Field(
+        min_length=1,
+        max_length=10_000,
+        description="One token each, as text or id; the first one's score ranks",
     )
-    labels_column: str | None = Field(
+    labels_column: Name | None = Field(
         None, description="Users column with this user's own labels; null there means labels"
     )
-    softmax: bool = Field(
+    softmax: Flag = Field(
         True, description="Softmax over the labels; false: log p over the whole vocabulary"
     )
     suffix: str = Field("", description="Text between the item and the label")
@@ -68,22 +72,22 @@ class EmbedSettings(Section):
     """Write the model's hidden state of each user's prompt: an embedding, no recommendations."""
 
     pooling: Pooling = Field("last", description="last: the prompt's last token; mean: all of them")
-    normalize: bool = Field(False, description="Scale each embedding to length 1")
+    normalize: Flag = Field(False, description="Scale each embedding to length 1")
 
 
 class GenerateSettings(Section):
     """Beam search over the catalog."""
 
-    width: Positive | tuple[Positive, ...] = Field(
+    width: Width | tuple[Width, ...] = Field(
         64, description="Beams kept per level: one number, or one per level"
     )
-    exact: bool = Field(False, description="Widen users whose top-k is not certified")
-    max_width: Positive = Field(4096, description="Widest beam that exact may use")
+    exact: Flag = Field(False, description="Widen users whose top-k is not certified")
+    max_width: Width = Field(4096, description="Widest beam that exact may use")
     mode: Literal["constrained", "native", "auto"] = Field(
         "constrained", description="native: the engine's own open-vocabulary beams, then filtered"
     )
-    rescore: bool = Field(False, description="Score again what native beams found")
-    compare_users: Annotated[int, Field(ge=0, strict=True)] = Field(
+    rescore: Flag = Field(False, description="Score again what native beams found")
+    compare_users: Annotated[Count, Field(le=1_000_000)] = Field(
         0, description="Users of each pass that native beams are compared for"
     )
 
@@ -115,15 +119,15 @@ class GenerateSettings(Section):
 class QuotaSettings(Section):
     """Diversity: at most so many items of a list share the first `level` codes."""
 
-    level: Literal[1, 2] = Field(1, description="Codes that make items alike")
-    max_items: Positive = Field(description="Most items of one list that share them")
+    level: Annotated[Positive, Field(le=2)] = Field(1, description="Codes that make items alike")
+    max_items: Width = Field(description="Most items of one list that share them")
 
 
 class TaskSettings(Section):
     """What to compute for each user: `score`, `generate` or both; or `label`; or `embed`."""
 
-    k: Annotated[Positive, Field(le=100_000)] = Field(20, description="Recommendations per user")
-    k_column: str | None = Field(
+    k: Width = Field(20, description="Recommendations per user")
+    k_column: Name | None = Field(
         None, description="Users column with this user's k, 1 to task.k; null there means task.k"
     )
     score_norm: ScoreNorm = Field("full_vocab", description="What p is a softmax over")
@@ -148,7 +152,8 @@ class TaskSettings(Section):
     @property
     def eligible(self) -> Expression | None:
         """The eligibility expression."""
-        return None if self.eligibility is None else parse_eligibility(self.eligibility)
+        with naming("task.eligibility"):
+            return None if self.eligibility is None else parse_eligibility(self.eligibility)
 
     @model_validator(mode="after")
     def _some_task(self) -> TaskSettings:

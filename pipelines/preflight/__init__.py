@@ -36,8 +36,11 @@ def preflight(
     try:
         report = inspect_config(path, overrides=overrides, ds=ds)
     except ConfigError as err:
-        findings.add_error(err, field="file", remedy="Give a YAML file that can be read.")
+        findings.add_error(
+            err, field=err.field or "file", remedy="Give a YAML file that can be read."
+        )
         return findings
+    findings.sources = report.sources
     for problem in report.problems:
         findings.add_error(problem)
     config = report.config

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
+from schemas.config_file import Sources
 from schemas.errors import ConfigError, InputError, NightshelfError
 
 Kind = Literal["config", "input"]
+_LINE = re.compile(r"(.+):([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, where, and what to do. `field` is a setting or a column."""
+    """One thing that is wrong, where, and what to do. `field` is a setting or a column; `line` that
+    of the configuration, none where an argument set it: then `file` names the argument.
+    """
 
     kind: Kind
     file: str
+    line: int | None = None
     field: str
     message: str
     expected: str | None = None
@@ -30,6 +36,7 @@ class Findings:
     """Problems and warnings in the order they were found, each once."""
 
     config_file: str = ""  # where settings are, when an error does not say
+    sources: Sources | None = None  # the lines of settings, once the file could be read
     problems: list[Problem] = field(default_factory=list)
     warnings: list[Problem] = field(default_factory=list)
 
@@ -55,10 +62,15 @@ class Findings:
     ) -> None:
         """An error as a problem; what it does not say itself is taken from the arguments."""
         kind: Kind = "config" if isinstance(error, ConfigError) else "input"
+        where = error.where or file
+        if not where and self.sources is not None and kind == "config":
+            where = self.sources.where_named(error.field or field)
+        lined = _LINE.fullmatch(where) if kind == "config" else None
         self.add(
             Problem(
                 kind=kind,
-                file=error.where or file or self.config_file,
+                file=lined[1] if lined else where or self.config_file,
+                line=int(lined[2]) if lined else None,
                 field=error.field or field,
                 message=error.what,
                 expected=error.expected,

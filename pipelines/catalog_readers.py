@@ -271,6 +271,14 @@ def _read_jsonl(path: str, _space: SidSpace, bind: Bind | None) -> pa.Table:
     for number, line in enumerate(files.read_bytes(path).split(b"\n"), 1):
         if line.strip():
             row = _json_line(path, number, line)
+            if ids and type(row["item_id"]) is not type(ids[0]):
+                raise TableError(
+                    "catalog: item_id changes its type between lines",
+                    expected=f"{type(ids[0]).__name__}, as {quoted(ids[0])} before",
+                    got=f"{type(row['item_id']).__name__} {quoted(row['item_id'])}",
+                    where=f"{path}, line {number}",
+                    field="item_id",
+                )
             ids.append(row["item_id"])
             tokens.append(row["token_ids"])
             metadata.append(row.get("metadata") or None)
@@ -288,10 +296,12 @@ def _json_line(path: str, number: int, line: bytes) -> dict[str, Any]:
         raise TableError(
             "catalog: a line is not JSON", got=_line(err), where=f"{path}, line {number}"
         ) from err
-    if not isinstance(row, dict) or not {"item_id", "token_ids"} <= row.keys():
+    whole = isinstance(row, dict) and type(row.get("item_id")) in (str, int)
+    tokens = row.get("token_ids") if whole else None
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
         raise TableError(
             "catalog: a line has no item_id and token_ids",
-            expected='{"item_id": …, "token_ids": […]}',
+            expected='{"item_id": a text or a whole number, "token_ids": [whole numbers]}',
             got=quoted(row),
             where=f"{path}, line {number}",
         )

@@ -224,11 +224,11 @@ def test_a_pickle_is_refused_and_never_opened(tmp_path):
         ("i.txt", "", "as its name promises"),
         ("c.jsonl", '{"item_id": 1, "token_ids": [20]}\n{"item_id"\n', "not JSON.*line 2"),
         ("c.jsonl", '{"item": 1, "token_ids": [20]}\n', "no item_id and token_ids.*line 1"),
-        ("c.jsonl", '{"item_id": 1, "token_ids": ["a"]}\n', "token_ids are list<.*string>"),
-        ("c.jsonl", '{"item_id": 1, "token_ids": 20}\n', "token_ids are int64"),
+("c.jsonl", '{"item_id": 1, "token_ids": ["a"]}\n', "no item_id and token_ids.*line 1"),
+        ("c.jsonl", '{"item_id": 1, "token_ids": 20}\n', "no item_id and token_ids.*line 1"),
         ("c.jsonl", '{"item_id": 1, "token_ids": [20]}\n{"item_id": "1", "token_ids": [20]}\n',
-         "as its name promises"),
-        ("c.jsonl", '{"item_id": 1.5, "token_ids": [20]}\n', "'item_id' has the wrong type"),
+         "item_id changes its type.*int, as 1 before.*str '1'.*line 2"),
+        ("c.jsonl", '{"item_id": 1.5, "token_ids": [20]}\n', "a whole number.*1.5.*line 1"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path, name, text, match):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from schemas.errors import NightshelfError
+from schemas.errors import NightshelfError, RunError, is_panic
 
 
 class Output(StrEnum):
@@ -77,12 +77,33 @@ def guard(
         message = "interrupted; run the same command again to continue"
         error = {"kind": "interrupted", "exit_code": 130, "message": message}
         _leave(output, log_format, message, 130, error)
-    except Exception as err:  # the last resort: a user gets words, and --debug the trace
+    except (SystemExit, GeneratorExit, typer.Exit):
+        raise
+    except BaseException as err:  # the last resort, panics of Rust libraries included
         if debug:
             traceback.print_exc()
+        known = _known(err)
+        if known is not None:
+            _leave(output, log_format, str(known), known.exit_code, known.as_json())
         message = f"unexpected {type(err).__name__}: {err}. Run with --debug for the stack trace"
         error = {"kind": "unexpected", "exit_code": 1, "message": message}
         _leave(output, log_format, message, 1, error)
+
+
+def _known(error: BaseException) -> NightshelfError | None:
+    """One of ours for what libraries, disks and memory do; None for a fault of ours."""
+    from pipelines.storage_errors import first_line, translate  # loads Arrow and polars
+
+    if is_panic(error) or isinstance(error, MemoryError):
+        short = isinstance(error, MemoryError)
+        return RunError(
+            "memory ran out" if short else "a library broke off",
+            got=first_line(error),
+            do="Use fewer workers or a smaller run.shard_users, then run the same command again."
+            if short
+            else "Run the same command again; with --debug it shows where.",
+        )
+    return translate(error, str(getattr(error, "filename", None) or ""), done="read or written")
 
 
 def _leave(

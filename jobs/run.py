@@ -336,7 +336,7 @@ def _write_manifest(
         progress.note(f"the report could not be written: {type(err).__name__}: {err}")
     try:
         write_metrics(manifest)
-    except OSError as err:  # the run is what it is, whatever becomes of its numbers
+    except (NightshelfError, OSError) as err:  # the run is what it is, whatever becomes of them
         progress.note(f"metrics could not be written: {err}")
     return manifest
 

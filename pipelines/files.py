@@ -1,5 +1,8 @@
-"""Files through fsspec: fresh listings, atomic writes, hashes. What a run writes and reads again;
-input tables are in pipelines/input_files.py.
+"""Files through fsspec: fresh listings, whole writes, checked reads. What a run writes and reads
+again; input tables are in pipelines/input_files.py.
+
+Whatever a disk, a store or a decoder raises leaves this module as one of our errors
+(pipelines/storage_errors.py), after it was tried again where that may help.
 """
 
 from __future__ import annotations
@@ -7,125 +10,111 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
-import re
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
-from tenacity import retry, retry_if_exception, stop_after_attempt, wait_random_exponential
 
-from schemas.errors import NightshelfError, StorageError, quoted
-
-_CHUNK = 1 << 22
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
-_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "r2"}
-_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-
-
-def is_damage(error: BaseException) -> bool:
-    """Whether an error may say that a file's content cannot be decoded, and not that it could not
-    be had: Arrow raises OSErrors without a number for pages that are no Parquet. So do some stores
-    when they are busy, which is why it is tried again all the same.
-    """
-    if isinstance(error, NightshelfError):
-        return error.__cause__ is not None and is_damage(error.__cause__)
-    if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
-        return error.errno is None
-    return isinstance(error, pa.ArrowException)
-
-
-def _may_pass(error: BaseException) -> bool:
-    """A busy store or a dropped connection may pass; a missing file or a full disk will not."""
-    if isinstance(error, NightshelfError):  # ours are raised from what happened
-        return error.__cause__ is not None and _may_pass(error.__cause__)
-    return (
-        isinstance(error, OSError)
-        and not isinstance(error, _PERMANENT)
-        and not isinstance(error, pa.ArrowInvalid)
-        and error.errno not in (28, 30, 122)  # no space, read-only, quota
-    )
-
-
-retried = retry(
-    retry=retry_if_exception(_may_pass),
-    wait=wait_random_exponential(multiplier=0.2, max=5.0),
-    stop=stop_after_attempt(5),
-    reraise=True,
+from pipelines.atomic_writes import atomic_target, create
+from pipelines.hashes import hash_bytes, hash_local
+from pipelines.storage_errors import first_line, is_damage, retried, translated
+from pipelines.stores import filesystem, join, local_path, make_folder
+from schemas.errors import (
+    AccessError,
+    DamagedFileError,
+    MissingFileError,
+    StorageError,
+    quoted,
 )
 
-
-def join(base: str, *parts: str) -> str:
-    """A path below `base`, which may be a URL."""
-    return "/".join([base.rstrip("/"), *parts])
-
-
-def filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The file system of a path or URL, and the path inside it. `::` is part of a name: fsspec
-    would chain file systems there.
-    """
-    protocol = path.partition("://")[0] if _URL.match(path) else "file"
-    try:
-        kind = fsspec.get_filesystem_class(protocol)
-        fs = fsspec.filesystem(protocol, **kind._get_kwargs_from_urls(path))
-        inside = str(fs._strip_protocol(path))
-    except (ImportError, ValueError) as err:
-        raise StorageError(
-            "the path cannot be opened",
-            got=str(err),
-            where=path,
-            do="Install the fsspec package of this protocol (s3fs, gcsfs, adlfs).",
-        ) from err
-    return fs, inside
+# What others take from here, beside what is defined here.
+__all__ = [
+    "atomic_target",
+    "create",
+    "filesystem",
+    "first_line",
+    "hash_bytes",
+    "is_damage",
+    "join",
+    "local_path",
+    "make_folder",
+    "retried",
+]
+_CHUNK = 1 << 22
+_CHECKSUM = "checksum"  # of a record, in the record
 
 
-def local_path(path: str) -> str | None:
-    """The path on this machine's disk, or None for a remote one."""
-    fs, inside = filesystem(path)
-    return inside if isinstance(fs, LocalFileSystem) else None
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A file as it was written: its size and the xxh3-128 of its content, as hex."""
+
+    bytes: int
+    xxh3: str
 
 
 @retried
 def exists(path: str) -> bool:
     """Whether a file or folder is there now."""
     fs, inside = filesystem(path)
-    fs.invalidate_cache()
-    return bool(fs.exists(inside))
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    with translated(path):
+        fs.invalidate_cache()
+        try:  # not fs.exists: many say no to whatever goes wrong
+            os.stat(inside) if isinstance(fs, LocalFileSystem) else fs.info(inside)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
 
 @retried
 def read_bytes(path: str) -> bytes:
-    """A whole file."""
+    """A whole file.
+
+    Raises:
+        MissingFileError: it is not there.
+    """
     fs, inside = filesystem(path)
-    data: bytes = fs.cat_file(inside)
-    return data
+    with translated(path):
+        data: bytes = fs.cat_file(inside)
+        return data
 
 
 def read_json(path: str) -> Any:
-    """A JSON file; `StorageError` when it is damaged."""
+    """A JSON file; of one that `write_record` wrote, what was given to it.
+
+    Raises:
+        MissingFileError: it is not there.
+        DamagedFileError: it is no JSON, or not what was written.
+    """
     try:
-        return json.loads(read_bytes(path))
-    except ValueError as err:
-        raise StorageError("a file of the run is damaged", got=first_line(err), where=path) from err
+        value = json.loads(read_bytes(path))
+    except (ValueError, RecursionError) as err:
+        raise _damaged(path, first_line(err)) from err
+    if not isinstance(value, dict) or _CHECKSUM not in value:
+        return value
+    found = value.pop(_CHECKSUM)
+    if found != _checksum(value):
+        raise _damaged(path, "another content than was written")
+    return value
+
+
+def _damaged(path: str, got: str) -> DamagedFileError:
+    return DamagedFileError("a file of the run is damaged", got=got, where=path)
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return hash_bytes(json.dumps(value, sort_keys=True).encode())
 
 
 @retried
 def write_bytes(path: str, data: bytes) -> None:
     """Write a whole file so that readers see all of it or nothing."""
-    with atomic_target(path) as target:
-        fs, inside = filesystem(target)
-        with fs.open(inside, "wb") as handle:
-            handle.write(data)
+    with atomic_target(path) as target, open(target, "wb") as handle:
+        handle.write(data)
 
 
 def write_json(path: str, value: Any) -> None:
@@ -133,23 +122,34 @@ def write_json(path: str, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
-@retried
+def write_record(path: str, value: dict[str, Any]) -> None:
+    """Write JSON with a checksum of itself, which `read_json` holds it to."""
+    value = json.loads(json.dumps(value))  # as a reader gets it: keys are texts
+    write_json(path, {**value, _CHECKSUM: _checksum(value)})
+
+
 def write_parquet(path: str, table: pa.Table, *, sorted_by: str | None = None) -> int:
     """Write one Parquet file, atomically; returns its size in bytes."""
+    return write_table(path, table, sorted_by=sorted_by).bytes
+
+
+@retried
+def write_table(path: str, table: pa.Table, *, sorted_by: str | None = None) -> Written:
+    """Write one Parquet file, atomically, its pages with checksums."""
     row_group = max(1, min(len(table), _rows_per_group(table)))
     order = None
     if sorted_by is not None:
         order = [pq.SortingColumn(table.schema.get_field_index(sorted_by))]
     with atomic_target(path) as target:
-        fs, inside = filesystem(target)
-        with fs.open(inside, "wb") as handle:
-            pq.write_table(
-                table, handle, compression="zstd", row_group_size=row_group, sorting_columns=order
-            )
-    fs, inside = filesystem(path)
-    fs.invalidate_cache()
-    size: int = fs.info(inside)["size"]
-    return size
+        pq.write_table(
+            table,
+            target,
+            compression="zstd",
+            row_group_size=row_group,
+            sorting_columns=order,
+            write_page_checksum=True,
+        )
+        return Written(os.path.getsize(target), hash_local(target))
 
 
 def _rows_per_group(table: pa.Table) -> int:
@@ -158,78 +158,57 @@ def _rows_per_group(table: pa.Table) -> int:
     return max(1024, (64 << 20) // per_row)
 
 
-def make_folder(fs: fsspec.AbstractFileSystem, folder: str) -> None:
-    """Make a folder where a store has folders. In an object store it would be a new bucket."""
-    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-    if not protocols & _OBJECT_STORES:
-        fs.makedirs(folder, exist_ok=True)
-
-
-@contextmanager
-def atomic_target(path: str) -> Iterator[str]:
-    """A path to write to, which becomes `path` at the end of the block, or is removed on an error.
-
-    On a local disk this is a rename after fsync; an object store's put is whole by itself.
-
-    Raises:
-        StorageError: the file could not be written.
-    """
-    fs, inside = filesystem(path)
-    local = isinstance(fs, LocalFileSystem)
-    folder, _, name = inside.rpartition("/")
-    target = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}.tmp" if local else inside
-    try:
-        make_folder(fs, folder)
-        yield target if local else path
-        if local:
-            with open(target, "rb") as handle:
-                os.fsync(handle.fileno())
-            os.replace(target, inside)
-    except OSError as err:
-        raise StorageError(
-            "a file could not be written",
-            got=first_line(err),
-            where=path,
-            do="Check permissions and free space, then run the same command again.",
-        ) from err
-    finally:
-        if local:
-            with suppress(FileNotFoundError, NotADirectoryError):  # renamed, cleared, never made
-                os.remove(target)
-
-
 @retried
-def read_parquet(path: str, columns: list[str] | None = None) -> pa.Table:
+def read_parquet(
+    path: str, columns: list[str] | None = None, *, proof: Written | None = None
+) -> pa.Table:
     """One Parquet file, without partition columns from its path.
 
+    Args:
+        path: the file.
+        columns: those to read; None: all.
+        proof: what the file was when it was written; it is held to that.
+
     Raises:
-        StorageError: the file is missing or damaged.
+        MissingFileError: the file is not there.
+        DamagedFileError: it cannot be decoded, or is not what was written.
     """
     fs, inside = filesystem(path)
-    try:
+    with translated(path):
+        if proof is not None:
+            source = pa.BufferReader(_proven(path, fs.cat_file(inside), proof))
+            return _read_table(source, columns)
         with fs.open(inside, "rb") as handle:
-            return pq.ParquetFile(handle, pre_buffer=False).read(columns=columns, use_threads=False)
-    except (OSError, pa.ArrowException) as err:
-        if not isinstance(err, FileNotFoundError) and not is_damage(err):
-            raise
-        raise StorageError("a file cannot be read", got=first_line(err), where=path) from err
+            return _read_table(handle, columns)
+
+
+def _read_table(source: Any, columns: list[str] | None) -> pa.Table:
+    parquet = pq.ParquetFile(source, pre_buffer=False, page_checksum_verification=True)
+    return parquet.read(columns=columns, use_threads=False)
+
+
+def _proven(path: str, data: bytes, proof: Written) -> bytes:
+    if len(data) != proof.bytes:
+        raise _damaged(path, f"{len(data)} bytes, and {proof.bytes} were written")
+    if hash_bytes(data) != proof.xxh3:
+        raise _damaged(path, "another content than was written")
+    return data
 
 
 @retried
 def remove(path: str) -> None:
     """Remove a file that is there."""
     fs, inside = filesystem(path)
-    fs.rm_file(inside)
+    with translated(path, done="removed"):
+        fs.rm_file(inside)
 
 
 @retried
 def remove_if_there(path: str) -> None:
     """Remove a file; somebody else may have done it."""
     fs, inside = filesystem(path)
-    try:
+    with translated(path, done="removed"), suppress(FileNotFoundError):
         fs.rm_file(inside)
-    except FileNotFoundError:
-        return
 
 
 @retried
@@ -239,19 +218,22 @@ def remove_folder(path: str) -> None:
     """
     fs, inside = filesystem(path)
     remove_if_there(join(path, "_done"))
-    fs.invalidate_cache()
-    with suppress(FileNotFoundError):
+    with translated(path, done="removed", what="a folder"), suppress(FileNotFoundError):
+        fs.invalidate_cache()
         fs.rm(inside, recursive=True)
 
 
+@retried
 def describe_folder(path: str) -> tuple[int, float]:
     """Bytes of everything below a folder, and when any of it was written last (seconds, 0 when
     there is nothing).
     """
     fs, inside = filesystem(path)
-    fs.invalidate_cache()
+    with translated(path, done="listed", what="a folder"):
+        fs.invalidate_cache()
+        found = fs.find(inside, detail=True).values()
     size, latest = 0, 0.0
-    for info in fs.find(inside, detail=True).values():
+    for info in found:
         changed = info.get("mtime") or info.get("LastModified") or info.get("last_modified")
         changed = changed or info.get("updated") or 0.0
         if isinstance(changed, str):
@@ -261,103 +243,73 @@ def describe_folder(path: str) -> tuple[int, float]:
     return size, latest
 
 
-@retried
 def list_names(folder: str) -> list[str]:
     """Names of the files directly in a folder, listed fresh; empty when there is no such folder."""
-    fs, inside = filesystem(folder)
-    fs.invalidate_cache()
-    try:
-        return sorted(p.rpartition("/")[2] for p in fs.ls(inside, detail=False))
-    except FileNotFoundError:
-        return []
+    return sorted(list_sizes(folder))
 
 
 @retried
 def list_sizes(folder: str) -> dict[str, int]:
     """Bytes of each file directly in a folder, listed fresh; empty when there is no such folder."""
     fs, inside = filesystem(folder)
-    fs.invalidate_cache()
-    try:
-        found = fs.ls(inside, detail=True)
-    except FileNotFoundError:
-        return {}
+    with translated(folder, done="listed", what="a folder"):
+        fs.invalidate_cache()
+        try:
+            found = fs.ls(inside, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
     return {info["name"].rpartition("/")[2]: int(info["size"] or 0) for info in found}
 
 
-def hash_bytes(*parts: bytes) -> str:
-    """xxh3-128 of the parts, as hex."""
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
-    return str(digest.hexdigest())
+@retried
+def find(folder: str) -> list[str]:
+    """Paths of all files below a folder, relative to it, sorted and listed fresh."""
+    fs, inside = filesystem(folder)
+    with translated(folder, done="listed", what="a folder"):
+        fs.invalidate_cache()
+        return sorted(os.path.relpath(found, inside) for found in fs.find(inside))
 
 
 @retried
 def hash_file(path: str) -> str:
     """xxh3-128 of a file's content, as hex."""
     fs, inside = filesystem(path)
-    digest = xxhash.xxh3_128()
-    with fs.open(inside, "rb") as handle:
-        while block := handle.read(_CHUNK):
-            digest.update(block)
-    return str(digest.hexdigest())
+    with translated(path):
+        if isinstance(fs, LocalFileSystem):
+            return hash_local(inside)
+        digest = xxhash.xxh3_128()
+        with fs.open(inside, "rb") as handle:
+            while block := handle.read(_CHUNK):
+                digest.update(block)
+        return str(digest.hexdigest())
 
 
 def hash_folder(path: str) -> str:
     """xxh3-128 over the names and contents of a folder's files, as hex."""
-    fs, inside = filesystem(path)
-    found = sorted(fs.find(inside))
-
-    def full(found: str) -> str:
-        return str(fs.unstrip_protocol(found)) if "://" in path else found
-
-    parts = [f"{os.path.relpath(p, inside)} {hash_file(full(p))}\n".encode() for p in found]
+    parts = [f"{name} {hash_file(join(path, name))}\n".encode() for name in find(path)]
     return hash_bytes(*parts)
 
 
 def check_writable(path: str, setting: str) -> None:
-    """Raise `StorageError`, naming the setting, when nothing can be written below a path."""
+    """Try a path by writing below it.
+
+    Raises:
+        AccessError: naming the setting: nothing may be written there, now or later.
+        StorageError: it could not be tried: the disk is full, or the store does not answer.
+    """
     probe = join(path, f".nightshelf-{uuid.uuid4().hex[:8]}")
     try:
         write_bytes(probe, b"")
         remove(probe)
-    except StorageError as err:
-        raise StorageError(
-            f"{setting} is not writable", got=err.got or quoted(str(err)), where=path
+    except (AccessError, MissingFileError) as err:
+        raise AccessError(
+            f"{setting} is not writable",
+            got=err.got or quoted(str(err)),
+            where=path,
+            do="Choose a folder you may write to.",
+            field=setting,
         ) from err
-
-
-@retried
-def create(path: str, data: bytes) -> bool:
-    """Create a file that is whole when it appears; False when the name is taken.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    local = local_path(path)
-    try:
-        if local is not None:
-            _link(local, data)
-        else:
-            fs, inside = filesystem(path)
-            fs.pipe_file(inside, data, mode="create")
-    except FileExistsError:
-        return False
-    except OSError as err:
-        raise StorageError("a file could not be created", got=str(err), where=path) from err
-    return True
-
-
-def _link(path: str, data: bytes) -> None:
-    folder, _, name = path.rpartition("/")
-    os.makedirs(folder, exist_ok=True)
-    draft = f"{folder}/.{name}.{uuid.uuid4().hex[:8]}.tmp"
-    try:
-        with open(draft, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.link(draft, path)
-    finally:
-        if os.path.exists(draft):
-            os.remove(draft)
+    except StorageError as err:
+        err.what = f"{setting}: {err.what}"
+        err.field = setting
+        raise

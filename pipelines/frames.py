@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines import files, input_files
+from pipelines.storage_errors import translate, translated
 from schemas.errors import StorageError
 
 
@@ -21,7 +21,8 @@ def read_frame(path: str, columns: list[str] | None = None) -> pl.DataFrame:
     """
     local = files.local_path(path)
     if local is not None:
-        return pl.read_parquet(local, columns=columns, hive_partitioning=False, glob=False)
+        with translated(path):
+            return pl.read_parquet(local, columns=columns, hive_partitioning=False, glob=False)
     frame = pl.from_arrow(files.read_parquet(path, columns))
     assert isinstance(frame, pl.DataFrame), "a table is a frame"
     return frame
@@ -33,14 +34,20 @@ def reading(table: str, paths: Sequence[str]) -> Iterator[None]:
 
     Raises:
         TableError: rows of one of the files cannot be decoded.
+        StorageError: something else went wrong with a disk, a store or a library.
     """
     try:
         yield
-    except (OSError, pa.ArrowException, pl.exceptions.PolarsError, StorageError) as err:
+    except BaseException as err:  # a panic is none of Exception's
+        ours = translate(err, paths[0] if len(paths) == 1 else f"{table}, {len(paths)} files")
+        if not isinstance(ours, StorageError):
+            raise
         for path in paths:  # polars does not say which file it was
             if (why := _damage(path)) is not None:
                 raise input_files.unreadable(table, path, why) from err
-        raise
+        if ours is err:
+            raise
+        raise ours from err
 
 
 def _damage(path: str) -> Exception | None:
@@ -51,6 +58,6 @@ def _damage(path: str) -> Exception | None:
             parquet = pq.ParquetFile(handle, pre_buffer=False)
             for _ in parquet.iter_batches(use_threads=False):
                 pass
-    except (OSError, pa.ArrowException) as err:
+    except Exception as err:
         return err if files.is_damage(err) else None
     return None

@@ -21,7 +21,15 @@ from pipelines.eligibility import check_types
 from pipelines.items import describe_items, items_contract, list_items
 from pipelines.publish import check_output
 from schemas.eligibility import user_columns
-from schemas.errors import ConfigError, EngineError, RunError, StorageError, TableError, quoted
+from schemas.errors import (
+    AccessError,
+    ConfigError,
+    EngineError,
+    RunError,
+    StorageError,
+    TableError,
+    quoted,
+)
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import (
@@ -327,7 +335,9 @@ def vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int |
 
 
 def check_writable(config: RunConfig) -> None:
-    """Raise `ConfigError` for the first place that the run could not write to."""
+    """Raise `ConfigError` for the first place that the run could not write to; `StorageError` where
+    that cannot be told now: a full disk, a store that does not answer.
+    """
     for problem in unwritable(config):
         raise problem
 
@@ -351,14 +361,8 @@ def unwritable(config: RunConfig) -> Iterator[ConfigError]:
             continue
         try:
             files.check_writable(path, setting)
-        except StorageError as err:
-            yield ConfigError(
-                err.what,
-                got=err.got,
-                where=err.where,
-                do="Choose a folder you may write to.",
-                field=setting,
-            )
+        except AccessError as err:
+            yield err
 
 
 def _hash_config(config: RunConfig) -> str:

@@ -43,6 +43,7 @@ from pipelines.shard_columns import (
     to_arrow,
     users_columns,
 )
+from pipelines.storage_errors import translated
 from pipelines.users_once import check_users_once
 from schemas.runs import RunPlan, Shard
 from schemas.tables import (
@@ -169,8 +170,10 @@ def spill_folder(plan: RunPlan) -> Iterator[Path]:
             yield Path(folder)
         return
     shutil.rmtree(local, ignore_errors=True)
-    yield Path(local)
-    shutil.rmtree(local, ignore_errors=True)
+    try:
+        yield Path(local)
+    finally:  # a full disk needs it most
+        shutil.rmtree(local, ignore_errors=True)
 
 
 def split_frames(plan: RunPlan, name: str, columns: dict[str, str]) -> list[pl.LazyFrame]:
@@ -209,13 +212,14 @@ def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> No
     # One row group per shard is open while the table streams: the more shards, the smaller the
     # groups, so that memory stays flat. Rows with lists are large; those of a long table are not.
     listed = any(isinstance(dtype, pl.List) for dtype in frame.collect_schema().dtypes())
-    frame.sink_parquet(
-        target,
-        mkdir=True,
-        compression="lz4",
-        engine="streaming",
-        row_group_size=max(64, (50_000 if listed else 1_600_000) // plan.num_shards),
-    )
+    with translated(str(spill), done="written", what="a folder of temporary files"):
+        frame.sink_parquet(
+            target,
+            mkdir=True,
+            compression="lz4",
+            engine="streaming",
+            row_group_size=max(64, (50_000 if listed else 1_600_000) // plan.num_shards),
+        )
 
 
 def _spilled(spill: Path, shard: Shard, name: str) -> pl.DataFrame | None:
@@ -223,7 +227,8 @@ def _spilled(spill: Path, shard: Shard, name: str) -> pl.DataFrame | None:
     found = sorted(folder.glob("*.parquet")) if folder.exists() else []
     if not found:
         return None
-    return pl.read_parquet(found, hive_partitioning=False)
+    with translated(str(folder), what="a temporary file"):
+        return pl.read_parquet(found, hive_partitioning=False)
 
 
 def _join_shard(

@@ -29,7 +29,13 @@ from pipelines.write import (
     recommendation_rows,
     stage,
 )
-from schemas.errors import AccountingError, NightshelfError, ShardFailedError, StorageError
+from schemas.errors import (
+    AccountingError,
+    NightshelfError,
+    ShardFailedError,
+    StorageError,
+    is_panic,
+)
 from schemas.runs import Counts, RunPlan, Shard, ShardReceipt, StagedKind
 
 if TYPE_CHECKING:
@@ -189,7 +195,9 @@ def _shard_context(plan: RunPlan, shard: Shard) -> Iterator[None]:
     except NightshelfError as err:
         err.where = f"{err.where}; {where}" if err.where else where
         raise
-    except Exception as err:
+    except BaseException as err:
+        if not isinstance(err, Exception) and not is_panic(err):
+            raise
         raise ShardFailedError(
             f"{shard.name} failed", got=f"{type(err).__name__}: {err}", where=f"run {plan.run_id}"
         ) from err

@@ -3,13 +3,17 @@ with.
 
 NightshelfError                 1   something we did not foresee, still said in words
 ├── ConfigError                 2   usage or configuration
+│   └── AccessError             2   no credentials, no permission, or no place to write to
 ├── InputError                  3   an input breaks its contract
 │   ├── TableError              3   a column is missing or mistyped, a file cannot be read
 │   └── CatalogError            3   a semantic ID or the token behind it is wrong
 ├── RunError                    4   the run is incomplete; running it again is safe
 │   ├── ShardFailedError        4   one shard failed in its worker
 │   ├── AccountingError         4   rows in and rows out do not balance
+│   ├── ChangedError            4   an input or the model is not the one that was planned with
 │   └── StorageError            4   a file could not be written or read back
+│       ├── MissingFileError    4   it is not there
+│       ├── DamagedFileError    4   its content is not what was written
 │       └── ConflictError       4   somebody else changed the same partition meanwhile
 ├── EngineError                 5   the engine cannot start
 └── AuditRefusedError           6   a gate refused; what was published before stays
@@ -102,6 +106,14 @@ class ConfigError(NightshelfError):
     exit_code, kind = 2, "config"
 
 
+class AccessError(ConfigError):
+    """A file or a store may not be used: no credentials, no permission, or a path that no file can
+    have. The same command would fail again.
+    """
+
+    kind = "access"
+
+
 class InputError(NightshelfError):
     """An input breaks its contract."""
 
@@ -138,10 +150,28 @@ class AccountingError(RunError):
     kind = "accounting"
 
 
+class ChangedError(RunError):
+    """An input or the model is not the one that the run was planned with."""
+
+    kind = "changed"
+
+
 class StorageError(RunError):
     """A file of the run or of the table could not be written or read back."""
 
     kind = "storage"
+
+
+class MissingFileError(StorageError, FileNotFoundError):
+    """A file is not there; whoever looks for one may catch it as `FileNotFoundError`."""
+
+    kind = "missing"
+
+
+class DamagedFileError(StorageError):
+    """The content of a file is not what was written, or cannot be decoded."""
+
+    kind = "damaged"
 
 
 class ConflictError(StorageError):

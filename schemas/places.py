@@ -14,7 +14,8 @@ from fsspec.registry import known_implementations
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://(.*)$", re.DOTALL)
 _PREFIX = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?!//)(.*)$", re.DOTALL)
 _DISK = ("file", "local")
-_ROOTED = (*_DISK, "hdfs", "viewfs", "arrow_hdfs", "dbfs", "memory")  # may have no host
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "tos", "r2", "hf")
+_HOSTS = ("http", "https", "ftp", "sftp", "ssh", "smb")  # others have one by default, as hdfs has
 
 
 def place(path: str) -> str:
@@ -44,7 +45,7 @@ def place(path: str) -> str:
 def _of_url(path: str, scheme: str, rest: str) -> str:
     if not rest.strip("/"):
         raise ValueError(f"names no place: nothing stands behind {scheme}://")
-    if rest.startswith("/") and scheme not in _ROOTED:
+    if rest.startswith("/") and scheme in _BUCKETS + _HOSTS:
         raise ValueError(f"names no place: no bucket or host stands behind {scheme}://")
     if scheme not in _DISK:
         return path

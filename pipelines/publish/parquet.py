@@ -36,7 +36,7 @@ from pipelines.publish.names import pointer_root
 from pipelines.publish.names import record_path as record_path
 from pipelines.publish.pointer import PointedFile, Pointer
 from pipelines.publish.rows import RunRows, write_rows
-from schemas.errors import ConfigError, ConflictError, StorageError, quoted
+from schemas.errors import AccessError, ConfigError, ConflictError, StorageError, quoted
 from schemas.runs import Published
 from schemas.settings import RunConfig
 
@@ -73,7 +73,7 @@ class ParquetTable:
             )
         try:
             files.check_writable(pointer_root(self.path), "the folder beside output.path")
-        except StorageError as err:
+        except AccessError as err:
             raise ConfigError(
                 err.what,
                 got=err.got,

@@ -111,8 +111,6 @@ class AccessError(ConfigError):
     have. The same command would fail again.
     """
 
-    kind = "access"
-
 
 class InputError(NightshelfError):
     """An input breaks its contract."""

@@ -10,15 +10,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
 
 from pipelines import files, input_files
 from pipelines.frames import reading
+from pipelines.input_columns import Piece, Wanted, scan_columns
 from pipelines.prepare import SHARD, shard_column, shards_of
-from pipelines.shard_columns import id_dtype, scan
+from pipelines.shard_columns import schema_of
 from pipelines.shard_table import check_as_planned, read_users
+from schemas.column_types import ID, SCALAR, is_empty
 from schemas.errors import ConfigError, TableError, did_you_mean
 from schemas.runs import RunPlan, ShardReceipt
-from schemas.tables import ID_TYPES, IdType, id_type
+from schemas.tables import ID_TYPES, Column, IdType, TableContract, id_type
 
 _ROW = "__row"
 
@@ -61,12 +64,13 @@ class ByShard:
 def _in_shards(frame: pl.LazyFrame, plan: RunPlan) -> pl.LazyFrame:
     if not plan.config.inputs.self_contained:
         return frame.with_columns(shard_column(plan.num_shards))
+    wanted = [Wanted("user_id", "user_id", ID_TYPES[plan.user_id_type])]
     shards = []
     for shard in shards_of(plan):
         check_as_planned(plan, shard)  # the rows of a shard are those of the file as it was
-        user = pl.col("user_id").cast(id_dtype(plan.user_id_type))
+        users = scan_columns("users", [Piece(shard.path, 0)], wanted)
         here = pl.lit(shard.index, dtype=pl.Int32).alias(SHARD)
-        shards.append(scan(shard.path).select(user, here))
+        shards.append(users.with_columns(here))
     places = pl.concat(shards).unique("user_id")
     return frame.join(places, on="user_id", how="left").with_columns(pl.col(SHARD).fill_null(0))
 
@@ -103,7 +107,6 @@ class Segments:
         """
         named = None if path is None else input_files.list_parquet(path, "users")
         paths = named or [file.path for file in plan.inputs["users"].files]
-        frames = []
         for one in paths:
             _, schema = input_files.describe_file(one, "users")
             for name in ("user_id", column):
@@ -115,11 +118,17 @@ class Segments:
                         do="Name another column, or another table with --users.",
                     )
             kind = id_type(schema.field("user_id").type)
-            same_id_type("users", "user_id", kind, plan.user_id_type, one)
-            user = pl.col("user_id").cast(id_dtype(plan.user_id_type))
-            # One name each, so that a column may be user_id itself.
-            frames.append(scan(one).select(user, pl.col(column).cast(pl.String).alias("__segment")))
-        frame = pl.concat(frames).drop_nulls("user_id")
+            if not is_empty(schema.field("user_id").type):
+                same_id_type("users", "user_id", kind, plan.user_id_type, one)
+        asked = {"user_id": Column("user_id", ID), column: Column(column, SCALAR)}
+        schema_of("users", paths, TableContract("users", (*asked.values(),)))
+        # One name each, so that a column may be user_id itself.
+        wanted = [
+            Wanted("user_id", "user_id", ID_TYPES[plan.user_id_type]),
+            Wanted("__segment", column, pa.string()),
+        ]
+        pieces = [Piece(one, 0) for one in paths]
+        frame = scan_columns("users", pieces, wanted).drop_nulls("user_id")
         self._parts = ByShard(frame, shards_of_run or plan, folder, "users", paths)
 
     def of(self, index: int, users: pl.Series) -> pl.Series:

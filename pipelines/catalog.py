@@ -18,17 +18,15 @@ from numpy.typing import NDArray
 from engine.sid_trie import EndCodes, SidTrie, build_trie
 from engine.tokenizer import Tokenizer
 from pipelines import files
-from pipelines.catalog_readers import Bind, read_file
+from pipelines.catalog_columns import join_files
+from pipelines.catalog_readers import Bind, read_file, read_parquet_file
 from schemas.errors import CatalogError, TableError, quoted
 from schemas.requests import Ints
 from schemas.semantic_ids import CODE_FIELD, SidSpace
 from schemas.settings import TextSettings
 from schemas.tables import (
-    CATALOG,
-    ID_TYPES,
     TableContract,
     catalog_contract,
-    id_type,
     text_catalog_contract,
 )
 
@@ -139,7 +137,8 @@ def read_catalog(
         CatalogError: a null or repeated item id, or a semantic ID outside the space.
     """
     contract = catalog_contract(attributes)
-    table = _read_items(paths, contract, lambda path: read_file(path, space, bind))
+    columns = [column.name for column in contract.columns]
+    table = _read_items(paths, contract, lambda path: read_file(path, space, bind, columns))
     ids = table.column("item_id").combine_chunks()
     end = None
     if space.end_codes is not None:
@@ -172,7 +171,8 @@ def read_text_catalog(
         token the model does not have.
     """
     contract = text_catalog_contract(settings.column, attributes)
-    table = _read_items(paths, contract, files.read_parquet)
+    columns = [column.name for column in contract.columns]
+    table = _read_items(paths, contract, lambda path: read_parquet_file(path, columns))
     ids = table.column("item_id").combine_chunks()
     with _naming(paths):
         texts = table.column(settings.column).combine_chunks()
@@ -227,13 +227,7 @@ def _read_items(
     paths: list[str], contract: TableContract, read: Callable[[str], pa.Table]
 ) -> pa.Table:
     """All files as one table in the order of item ids, `catalog_row` the order they came in."""
-    tables = []
-    for path in paths:
-        table = read(path)
-        contract.check(table.schema, path)
-        tables.append(plain_table(table, contract))
-    same_columns(tables, paths)
-    table = pa.concat_tables(tables)
+    table = join_files([read(path) for path in paths], paths, contract)
     if len(table) == 0:
         raise TableError(
             "catalog: the table is empty", expected="at least one item", where=paths[0]
@@ -275,41 +269,6 @@ def _catalog(table: pa.Table, trie: SidTrie, attributes: tuple[str, ...]) -> Cat
     extra = dict.fromkeys((*_EXTRA, *attributes))
     keep = ["item_id", "catalog_row", *(name for name in extra if name in table.column_names)]
     return Catalog(table.select(keep), trie)
-
-
-def plain_table(table: pa.Table, contract: TableContract = CATALOG) -> pa.Table:
-    """The contract's columns, dictionaries unpacked, ids in their one type."""
-    columns = {}
-    for name in contract.present(table.schema):
-        column = table.column(name)
-        if pa.types.is_dictionary(column.type):
-            column = column.cast(column.type.value_type)
-        if pa.types.is_string_view(column.type):
-            column = column.cast(pa.string())
-        if name == "item_id":
-            column = column.cast(ID_TYPES[id_type(column.type)])
-        elif name in ("title", "text"):
-            column = column.cast(pa.string())
-        elif name == "popularity":
-            column = column.cast(pa.float64())
-        columns[name] = column
-    return pa.table(columns)
-
-
-def same_columns(tables: list[pa.Table], paths: list[str]) -> None:
-    """Raise `TableError` naming the first file whose columns differ from the first one's."""
-    for table, path in zip(tables, paths, strict=True):
-        if table.schema != tables[0].schema:
-            raise TableError(
-                "catalog: files differ in their columns",
-                expected=f"{_words(tables[0].schema)} as in {paths[0]}",
-                got=_words(table.schema),
-                where=path,
-            )
-
-
-def _words(schema: pa.Schema) -> str:
-    return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
 def read_codes(column: pa.Array, ids: pa.Array, space: SidSpace) -> NDArray[np.int32]:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from engine.checkpoint import VocabularySizes, vocabulary_sizes
 from engine.tokenizer import Tokenizer, bind_space, load_tokenizer
-from pipelines.catalog import plain_table, read_codes, same_columns, split_texts
+from pipelines.catalog import read_codes, split_texts
+from pipelines.catalog_columns import join_files
 from pipelines.catalog_readers import list_catalog, read_file
 from pipelines.items import catalog_path, list_items, read_items
 from schemas.errors import CatalogError, NightshelfError, quoted
@@ -28,6 +29,7 @@ from schemas.settings import RunConfig
 from schemas.tables import CATALOG, TableContract
 
 Mask = NDArray[np.bool_]
+_COLUMNS = [column.name for column in CATALOG.columns]
 _EXAMPLES = 5
 
 
@@ -187,21 +189,20 @@ def _read(config: RunConfig) -> tuple[pa.Table | None, list[Problem]]:
         return None, [_of_error("unreadable", err)]
     for path in paths:
         try:
-            table = read_file(path, config.space, lambda: _bound(config))
+            table = read_file(path, config.space, lambda: _bound(config), _COLUMNS)
         except NightshelfError as err:
             problems.append(_of_error("unreadable", err))
             continue
         found = _check_columns(table, path)
         problems += found
         if not found:
-            tables.append(plain_table(table))
+            tables.append(table)
     if problems:
         return None, problems
     try:
-        same_columns(tables, paths)
+        joined = join_files(tables, paths, CATALOG)
     except NightshelfError as err:
         return None, [_of_error("columns", err)]
-    joined = pa.concat_tables(tables)
     if len(joined) == 0:
         return None, [Problem("empty", 1, tuple(paths[:_EXAMPLES]), "the catalog has no rows")]
     return joined, []

@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -29,8 +29,10 @@ from numpy.typing import NDArray
 
 from engine.checkpoint import safetensors_header
 from pipelines import files, input_files
+from pipelines.input_columns import Piece, raw_batches
 from pipelines.sources.listing import list_path
 from pipelines.sources.logged import refuse_logged
+from schemas.column_types import ENCRYPTED
 from schemas.errors import CatalogError, StorageError, TableError, quoted
 from schemas.runs import InputFile
 from schemas.semantic_ids import BoundSidSpace, SidSpace
@@ -125,20 +127,29 @@ def _version(path: str) -> tuple[int, str]:
     return int(info["size"]), str(version)
 
 
-def read_file(path: str, space: SidSpace, bind: Bind | None = None) -> pa.Table:
+def read_file(
+    path: str,
+    space: SidSpace,
+    bind: Bind | None = None,
+    columns: Sequence[str] | None = None,
+) -> pa.Table:
     """One catalog file as a table, its semantic IDs unchecked.
 
     Args:
         path: a file that `list_catalog` named.
         space: the levels a semantic ID has.
         bind: gives the token id of every code; needed for files that hold token ids.
+        columns: of a Parquet file, the only ones to look at; None: all.
 
     Raises:
         TableError: the file does not have the layout its name promises.
         StorageError: the file is missing or damaged.
     """
     try:
-        return _READERS[layout_of(path)](path, space, bind)
+        layout = layout_of(path)
+        if layout == ".parquet":
+            return read_parquet_file(path, columns)
+        return _READERS[layout](path, space, bind)
     except (OSError, StorageError) as err:
         if files.is_damage(err):
             raise input_files.unreadable("catalog", path, err.__cause__ or err) from err
@@ -170,9 +181,32 @@ def _names(schema: pa.Schema) -> list[tuple[int, str]]:
     return [(i, renamed.get(name, name)) for i, name in enumerate(schema.names)]
 
 
+def read_parquet_file(path: str, columns: Sequence[str] | None) -> pa.Table:
+    """Columns of a Parquet file of items, by the names that the contract gives them.
+
+    Raises:
+        TableError: the file cannot be read, or not without a key.
+    """
+    _, schema = input_files.describe_file(path, "catalog")
+    named = {name: schema.field(place) for place, name in reversed(_names(schema))}
+    if columns is not None:
+        named = {name: field for name, field in named.items() if name in columns}
+    fields = pa.schema(list(named.values()))
+    for name in named:
+        if ENCRYPTED in (named[name].metadata or {}):
+            raise input_files.encrypted("catalog", path, name)
+    try:
+        found = list(raw_batches(Piece(path, 0), [field.name for field in fields]))
+    except (OSError, pa.ArrowException) as err:
+        if not files.is_damage(err):
+            raise
+        raise input_files.unreadable("catalog", path, err) from err
+    table = pa.Table.from_batches(found, None if found else fields).select(fields.names)
+    return table.rename_columns(list(named))
+
+
 def _read_parquet(path: str, _space: SidSpace, _bind: Bind | None) -> pa.Table:
-    table = files.read_parquet(path)
-    return table.rename_columns([name for _, name in _names(table.schema)])
+    return read_parquet_file(path, None)
 
 
 class _Pairs(list[tuple[str, Any]]):

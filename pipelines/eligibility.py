@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
+from schemas.column_types import type_words
 from schemas.eligibility import (
     Comparison,
     Constant,
@@ -26,7 +27,6 @@ from schemas.eligibility import (
 )
 from schemas.errors import ConfigError, RunError, quoted
 from schemas.requests import Eligibility
-from schemas.tables import type_words
 
 _MOST_CELLS = 1 << 28  # segments x items of a shard; the trie's counts take some bytes for each
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {

@@ -17,11 +17,13 @@ from pydantic import BaseModel, ConfigDict
 
 from engine.projector_spec import read_projector_spec
 from engine.tokenizer import Tokenizer, load_tokenizer
-from pipelines import files, input_files
+from pipelines import files
+from pipelines.input_columns import Wanted, read_columns
 from pipelines.profile import published_marker
+from pipelines.shard_columns import first_users
 from schemas.runs import InputTable, RunPlan
 from schemas.settings import RunConfig
-from schemas.tables import candidate_shape
+from schemas.tables import ID_TYPES, shape_of
 from schemas.templates import Segment
 
 _SAMPLE = 1000  # users
@@ -96,7 +98,7 @@ def _prompt_tokens(plan: RunPlan) -> tuple[float, int]:
     """Mean tokens of a prompt, and how many of them are the same for all."""
     config = plan.config
     template, tokenizer = config.prompt.parsed, load_tokenizer(config)
-    head = input_files.read_head(plan.inputs["users"].files[0].path, _SAMPLE)
+    head = first_users(plan, [plan.inputs["users"].files[0].path], _SAMPLE)
     total, static = 0.0, 0
     for place, segment in enumerate(template.segments):
         size = _segment_tokens(config, segment, head, tokenizer)
@@ -134,13 +136,14 @@ def _candidates(plan: RunPlan) -> int:
         table = plan.inputs["users"]
     if table is None:
         return 0
-    head = input_files.read_head(table.files[0].path, _SAMPLE)
-    shape = candidate_shape(head.schema, table.files[0].path)
+    shape = shape_of(table.columns)
     users = plan.inputs["users"].rows
     if shape == "long":
         return table.rows
     if shape == "shared":
         return table.rows * users
+    lists = Wanted("item_ids", "item_ids", pa.list_(ID_TYPES[plan.item_id_type]))
+    head = read_columns(table.name, table.files[0].path, [lists], _SAMPLE)
     lengths = pc.fill_null(pc.list_value_length(head.column("item_ids")), 0).to_numpy()
     mean = float(lengths.mean()) if len(lengths) else 0.0
     return round(mean * (table.rows if shape == "wide" else users))

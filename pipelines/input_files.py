@@ -5,7 +5,7 @@ Parquet that somebody else wrote. A run's own files are read and written by pipe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import IO, Any
@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.files import filesystem, first_line, is_damage, retried
+from pipelines.parquet_leaves import leaves, mark_encrypted, says_encrypted
 from pipelines.sources.hive import folder_columns
 from pipelines.sources.listing import list_path
 from pipelines.sources.logged import refuse_logged
@@ -61,7 +62,11 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
             _check_magic(handle, path, table)
             parquet = pq.ParquetFile(handle)
             rows, schema = parquet.metadata.num_rows, parquet.schema_arrow
-    except (OSError, pa.ArrowException) as err:
+            schema = mark_encrypted(handle, parquet, schema)
+            _ = schema.names  # of which each is text, or this fails
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as err:
+        if says_encrypted(err):
+            raise encrypted(table, path, err) from err
         raise TableError(
             f"{table}: the file cannot be read as Parquet", got=first_line(err), where=path
         ) from err
@@ -97,7 +102,7 @@ def first_list_lengths(path: str, column: str, rows: int = 10_000) -> NDArray[np
     fs, inside = filesystem(path)
     with fs.open(inside, "rb") as handle:
         parquet = pq.ParquetFile(handle, pre_buffer=False)
-        batches = parquet.iter_batches(batch_size=rows, columns=[column], use_threads=False)
+        batches = _batches(parquet, rows, [column])
         first = next(batches, None)
         if first is None:
             return np.empty(0, dtype=np.int64)
@@ -116,8 +121,21 @@ def _rows_of_input(path: str) -> Iterator[None]:
         raise unreadable("", path, err) from err
 
 
+def encrypted(table: str, path: str, error: BaseException | str) -> TableError:
+    """The error of an input file that needs a key."""
+    return TableError(
+        f"{table}: the file is encrypted" if table else "an input file is encrypted",
+        expected="a Parquet file that can be read without a key",
+        got=f"column {error!r}" if isinstance(error, str) else first_line(error),
+        where=path,
+        do="Write it unencrypted for this run; no key is ever asked for.",
+    )
+
+
 def unreadable(table: str, path: str, error: BaseException) -> TableError:
     """The error of an input file whose rows cannot be decoded."""
+    if says_encrypted(error):
+        return encrypted(table, path, error)
     return TableError(
         f"{table}: rows cannot be read" if table else "rows of an input file cannot be read",
         expected="a whole Parquet file",
@@ -135,9 +153,8 @@ def column_range(path: str, column: str) -> tuple[Any, Any] | None:
     """
     fs, inside = filesystem(path)
     with fs.open(inside, "rb") as handle:
-        footer = pq.ParquetFile(handle, pre_buffer=False).metadata
-    leaves = [footer.schema.column(i).path for i in range(len(footer.schema))]
-    at = leaves.index(column)  # a struct before it may have a field of that name
+        parquet = pq.ParquetFile(handle, pre_buffer=False)
+        footer, (at,) = parquet.metadata, leaves(parquet.schema_arrow, [column])
     groups = (footer.row_group(i).column(at) for i in range(footer.num_row_groups))
     ranges = []
     for group in groups:
@@ -149,13 +166,26 @@ def column_range(path: str, column: str) -> tuple[Any, Any] | None:
 
 
 @retried
-def read_head(path: str, rows: int, columns: list[str] | None = None) -> pa.Table:
-    """The first rows of a Parquet file, at most as many."""
+def read_head(path: str, rows: int, columns: Sequence[str]) -> pa.Table:
+    """Some columns of the first rows of a Parquet file, at most as many."""
     fs, inside = filesystem(path)
     with _rows_of_input(path), fs.open(inside, "rb") as handle:
         parquet = pq.ParquetFile(handle, pre_buffer=False)
         # Without threads: one that still reads ahead when the process ends takes it down.
-        batches = parquet.iter_batches(batch_size=rows, columns=columns, use_threads=False)
-        batch = next(batches, None)
+        batch = next(_batches(parquet, rows, columns), None)
         schema = parquet.schema_arrow
-    return schema.empty_table() if batch is None else pa.Table.from_batches([batch])
+    if batch is None:
+        return pa.schema([schema.field(name) for name in columns]).empty_table()
+    return pa.Table.from_batches([batch])
+
+
+def _batches(
+    parquet: pq.ParquetFile, rows: int, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    """Columns of an open file, by their place."""
+    groups = list(range(parquet.metadata.num_row_groups))
+    places = leaves(parquet.schema_arrow, columns)
+    batches: Iterator[pa.RecordBatch] = parquet.reader.iter_batches(
+        rows, groups, places, use_threads=False
+    )
+    return batches

@@ -19,8 +19,10 @@ from engine.tokenizer import check_model, load_tokenizer
 from pipelines import files, input_files
 from pipelines.eligibility import check_types
 from pipelines.items import describe_items, items_contract, list_items
+from pipelines.one_type import OneType
 from pipelines.publish import check_output
-from schemas.eligibility import user_columns
+from pipelines.shard_columns import contract_of_users
+from schemas.column_types import alike, is_empty, type_words
 from schemas.errors import (
     AccessError,
     ConfigError,
@@ -33,6 +35,7 @@ from schemas.errors import (
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import (
+    CANDIDATES,
     EXCLUSIONS,
     USER_EXCLUSIONS,
     CandidateShape,
@@ -40,8 +43,6 @@ from schemas.tables import (
     TableContract,
     candidate_shape,
     id_type,
-    same_values,
-    users_contract,
 )
 
 _LAUNCH_ONLY = (
@@ -78,10 +79,10 @@ def plan_run(config: RunConfig) -> RunPlan:
             field="inputs.users",
         )
     check_shards(config, inputs["users"])
-    user_id = id_type(schemas["users"].field("user_id").type)
+    user_id = _id_type_of(schemas["users"], "user_id", "users", config)
     item_id: IdType = "string"
     if "catalog" in schemas:
-        item_id = id_type(schemas["catalog"].field("item_id").type)
+        item_id = _id_type_of(schemas["catalog"], "item_id", "catalog", config)
     check_id_types(schemas, inputs, user_id, item_id)
     check_segments(schemas, inputs)
     if config.task.eligible is not None:
@@ -113,6 +114,19 @@ def plan_run(config: RunConfig) -> RunPlan:
     )
 
 
+def _id_type_of(schema: pa.Schema, column: str, table: str, config: RunConfig) -> IdType:
+    dtype = schema.field(column).type
+    if is_empty(dtype):
+        raise TableError(
+            f"{table}: column {column!r} holds nothing in any file",
+            expected="ids",
+            got="nulls only",
+            where=config.inputs.paths[table],
+            field=column,
+        )
+    return id_type(dtype)
+
+
 def _check_no_tables(config: RunConfig) -> None:
     for name, table in config.inputs.tables.items():
         raise ConfigError(
@@ -130,19 +144,23 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
     for name, path in tables_read(config).items():
         found: list[InputFile] = []
         columns: dict[str, str] = {}  # of the first file
+        types, shape = OneType(name), None
         for file in list_table(config, name, path):
             described, schema = describe_input(config, name, file)
             if not found:
                 columns = {field.name: str(field.type) for field in schema}
             if name == "candidates":
-                by_segment = check_shape(config, schema, file) == "segment"
+                shape = check_shape(config, schema, file, before=shape)
+                by_segment = shape == "segment"
+                contract = CANDIDATES[shape]
             else:
                 contract = contract_of(config, name, by_segment=by_segment)
                 contract.check(schema, file)
-                if name == "users":
-                    schema = contract.read_of(schema)
-            check_same(schemas.setdefault(name, schema), schema, name, file)
+            for problem in types.problems(contract, schema, file):
+                raise problem
             found.append(described)
+        schemas[name] = types.schema()
+        columns |= {field.name: str(field.type) for field in schemas[name]}
         tables[name] = InputTable(name=name, files=tuple(found), columns=columns)
     return tables, schemas
 
@@ -177,27 +195,28 @@ def describe_input(config: RunConfig, name: str, file: str) -> tuple[InputFile, 
 def contract_of(config: RunConfig, name: str, *, by_segment: bool) -> TableContract:
     """What users, the catalog or exclusions must hold for this run."""
     if name == "users":
-        rule = config.task.eligible
-        return users_contract(
-            config.prompt.parsed,
-            by_segment=by_segment,
-            eligibility=user_columns(rule) if rule else (),
-            k_column=config.task.k_column,
-            labels_column=config.task.label.labels_column if config.task.label else None,
-            candidates=_candidates_of_users(config),
-            exclusions=config.inputs.self_contained and config.needs_items,
-            history=config.reads_history,
-        )
+        return contract_of_users(config, by_segment=by_segment)
     return items_contract(config) if name == "catalog" else EXCLUSIONS
 
 
-def check_shape(config: RunConfig, schema: pa.Schema, file: str) -> CandidateShape:
+def check_shape(
+    config: RunConfig, schema: pa.Schema, file: str, *, before: CandidateShape | None = None
+) -> CandidateShape:
     """The shape of a candidates file.
 
     Raises:
-        TableError: it has none, or one that is joined where nothing is.
+        TableError: it has none, or not that of the files before, or one that is joined where
+            nothing is.
     """
     shape = candidate_shape(schema, file)
+    if before not in (None, shape):
+        raise TableError(
+            "candidates: files have different shapes",
+            expected=f"columns {_columns_of(before)}, as in the first file",
+            got=f"columns {_columns_of(shape)}",
+            where=file,
+            field="inputs.candidates",
+        )
     if config.inputs.self_contained and shape in ("long", "wide"):
         raise TableError(
             "candidates of each user are not joined with inputs.self_contained",
@@ -209,13 +228,8 @@ def check_shape(config: RunConfig, schema: pa.Schema, file: str) -> CandidateSha
     return shape
 
 
-def _candidates_of_users(config: RunConfig) -> bool:
-    """Whether each user's candidates stand in the users table."""
-    return (
-        config.inputs.self_contained
-        and config.task.uses_candidates
-        and config.inputs.candidates is None
-    )
+def _columns_of(shape: CandidateShape | None) -> str:
+    return ", ".join(c.name for c in CANDIDATES[shape].columns) if shape else ""
 
 
 def check_shards(config: RunConfig, users: InputTable) -> None:
@@ -245,40 +259,15 @@ def check_segments(schemas: Mapping[str, pa.Schema], inputs: Mapping[str, InputT
     if candidates is None or "segment" not in candidates.names or "user_id" in candidates.names:
         return
     users, theirs = (s.field("segment").type for s in (schemas["users"], candidates))
-    if not same_values(users, theirs):
+    if not alike(users, theirs):
         raise TableError(
             "candidates: segments have another type than in users",
-            expected=str(users),
-            got=str(theirs),
+            expected=type_words(users),
+            got=type_words(theirs),
             where=inputs["candidates"].files[0].path,
             do="Cast one of the two.",
             field="segment",
         )
-
-
-def check_same(first: pa.Schema, schema: pa.Schema, table: str, file: str) -> None:
-    """Files of one table must agree on the kind of their ids, and candidates on their shape."""
-    for column in ("user_id", "item_id", "item_ids", "history", USER_EXCLUSIONS):
-        if (column in first.names) != (column in schema.names):
-            if table == "candidates":
-                raise TableError(
-                    "candidates: files have different shapes",
-                    expected=f"columns {', '.join(first.names)}, as in the first file",
-                    got=f"columns {', '.join(schema.names)}",
-                    where=file,
-                    field=column,
-                )
-            continue
-        if column in first.names:
-            want, got = id_type(first.field(column).type), id_type(schema.field(column).type)
-            if want != got:
-                raise TableError(
-                    f"{table}: column {column!r} changes its type between files",
-                    expected=f"{want}, as in the first file",
-                    got=str(schema.field(column).type),
-                    where=file,
-                    field=column,
-                )
 
 
 def check_id_types(
@@ -292,12 +281,14 @@ def check_id_types(
         for column, want in expected.items():
             if column not in schema.names:
                 continue
+            if is_empty(schema.field(column).type):
+                continue
             got = id_type(schema.field(column).type)
             if got != want:
                 raise TableError(
                     f"{table}: ids in column {column!r} have another type than in {owner[column]}",
                     expected=want,
-                    got=str(schema.field(column).type),
+                    got=type_words(schema.field(column).type),
                     where=inputs[table].files[0].path,
                     do="Cast one of the two; ids keep their type and are never converted.",
                     field=column,

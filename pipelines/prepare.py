@@ -14,7 +14,7 @@ With `inputs.self_contained` the files of the users table are the shards, and no
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,19 +29,18 @@ from numpy.typing import NDArray
 from pipelines import files
 from pipelines.catalog import is_saved
 from pipelines.frames import reading
+from pipelines.input_columns import Piece, Wanted, read_columns, scan_columns
 from pipelines.items import catalog_dir, read_items
 from pipelines.shard_columns import (
     ROW,
     first_row,
     id_dtype,
     mark_duplicates,
-    numbered,
-    scan,
     shape_of_candidates,
-    shard_columns,
-    shard_dtype,
+    table_schema,
     to_arrow,
     users_columns,
+    wanted_columns,
 )
 from pipelines.storage_errors import translated
 from pipelines.users_once import check_users_once
@@ -149,7 +148,7 @@ def tables_to_split(plan: RunPlan) -> dict[str, dict[str, str]]:
 
 def write_shard(plan: RunPlan, shard: Shard, rows_of: Callable[[str], pl.DataFrame | None]) -> int:
     """Join and write one shard; the number of its rows. `rows_of` a table gives the shard's rows as
-    `split_frames` selects them, with their row numbers; None where it has none.
+    `split_frame` selects them, with their row numbers; None where it has none.
     """
     table = _join_shard(plan, shape_of_candidates(plan), rows_of)
     files.write_parquet(shard.path, table, sorted_by="user_id")
@@ -176,15 +175,15 @@ def spill_folder(plan: RunPlan) -> Iterator[Path]:
         shutil.rmtree(local, ignore_errors=True)
 
 
-def split_frames(plan: RunPlan, name: str, columns: dict[str, str]) -> list[pl.LazyFrame]:
-    """The files of one table, each cast by its own schema before they are joined: the first file's
-    types decide nothing.
+def split_frame(
+    plan: RunPlan, name: str, columns: dict[str, str], schema: pa.Schema, pieces: Sequence[Piece]
+) -> pl.LazyFrame:
+    """Pieces of one table as a shard has them, with their numbers, files and shards. `schema` is
+    that of the whole table: a part of it may hold nulls only.
     """
-    frames = []
-    for file in plan.inputs[name].files:
-        frame = shard_columns(plan, scan(file.path), columns)
-        frames.append(frame.with_columns(pl.lit(file.path).alias(_FILE)))
-    return frames
+    wanted = wanted_columns(plan, columns, schema)
+    frame = scan_columns(name, pieces, wanted, numbers=ROW, paths=_FILE)
+    return frame.with_columns(shard_column(plan.num_shards))
 
 
 def shard_column(num_shards: int) -> pl.Expr:
@@ -203,11 +202,9 @@ def shard_column(num_shards: int) -> pl.Expr:
 
 def _split(plan: RunPlan, name: str, columns: dict[str, str], spill: Path) -> None:
     """Stream one table, file after file, into one folder per shard."""
-    frames = [
-        numbered(frame, first_row(file))
-        for file, frame in enumerate(split_frames(plan, name, columns))
-    ]
-    frame = pl.concat(frames, how="vertical_relaxed").with_columns(shard_column(plan.num_shards))
+    paths = [file.path for file in plan.inputs[name].files]
+    pieces = [Piece(path, first_row(place)) for place, path in enumerate(paths)]
+    frame = split_frame(plan, name, columns, table_schema(plan, name), pieces)
     target = pl.PartitionBy(str(spill / name), key=SHARD, include_key=False)
     # One row group per shard is open while the table streams: the more shards, the smaller the
     # groups, so that memory stays flat. Rows with lists are large; those of a long table are not.
@@ -243,13 +240,9 @@ def _join_shard(
     columns = users_columns(plan)
     users = rows_of("users")
     if users is None:
-        users = pl.DataFrame(
-            schema={
-                "user_id": id_dtype(plan.user_id_type),
-                ROW: pl.Int64(),
-                _FILE: pl.String(),
-                **{n: shard_dtype(n, kind, pl.List(item), item) for n, kind in columns.items()},
-            }
+        empty = pa.schema([(w.name, w.dtype) for w in wanted_columns(plan, columns, pa.schema([]))])
+        users = pl.DataFrame(pl.from_arrow(empty.empty_table())).with_columns(
+            pl.lit(0, dtype=pl.Int64).alias(ROW), pl.lit("").alias(_FILE)
         )
     users = mark_duplicates(users.rename({_FILE: FILE}))
     candidates = _lists(rows_of("candidates"), shape)
@@ -289,25 +282,21 @@ def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataF
 def _write_candidate_sets(plan: RunPlan, shape: CandidateShape) -> None:
     """(segment, candidates) of sets that are not per user; the shared set has a null segment."""
     item = ID_TYPES[plan.item_id_type]
+    wanted = [Wanted("item", "item_id", item)]
+    if shape == "segment":  # which is written as that of users is
+        wanted = [
+            Wanted("segment", "segment", pa.string()),
+            Wanted("item", "item_ids", pa.list_(item)),
+        ]
     parts = []
     for file in plan.inputs["candidates"].files:
-        table = files.read_parquet(file.path)
+        table = read_columns("candidates", file.path, wanted)
         if shape == "shared":
-            ids = table.column("item_id").cast(item).combine_chunks()
+            ids = table.column("item")
             parts.append(pa.table({"segment": pa.nulls(len(ids), pa.string()), "item": ids}))
         else:
-            frame = pl.from_arrow(table.select(["segment", "item_ids"]))
-            assert isinstance(frame, pl.DataFrame), "two columns are a frame"
+            frame = pl.DataFrame(pl.from_arrow(table))
             frame = frame.drop_nulls("segment")  # a set of no segment is nobody's
-            frame = frame.explode("item_ids", empty_as_null=False, keep_nulls=False)
-            frame = frame.with_columns(pl.col("segment").cast(pl.String))  # as that of users is
-            flat = frame.to_arrow()
-            parts.append(
-                pa.table(
-                    {
-                        "segment": flat.column("segment").cast(pa.string()),
-                        "item": flat.column("item_ids").cast(item),
-                    }
-                )
-            )
+            flat = to_arrow(frame.explode("item", empty_as_null=False, keep_nulls=False))
+            parts.append(flat)
     files.write_parquet(candidate_sets_path(plan), pa.concat_tables(parts))

@@ -13,9 +13,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import polars as pl
+import pyarrow as pa
 
-from pipelines.prepare import SHARD, shard_column, split_frames, tables_to_split, write_shard
-from pipelines.shard_columns import first_row, numbered
+from pipelines.input_columns import Piece
+from pipelines.prepare import SHARD, split_frame, tables_to_split, write_shard
+from pipelines.shard_columns import first_row, table_schema
 from schemas.runs import RunPlan, Shard
 
 _PART_BYTES = 64 << 20  # of a file, as it lies there
@@ -48,18 +50,13 @@ class Splitter:
 
     plan: RunPlan
     columns: dict[str, dict[str, str]]
-    schemas: dict[str, pl.Schema]  # of the whole table: a part of it may look narrower
+    schemas: dict[str, pa.Schema]  # of the whole table: a part of it may hold nulls only
 
     @classmethod
     def of(cls, plan: RunPlan) -> Splitter:
         """A splitter for the tables of a run; reads the schema of every file."""
         columns = tables_to_split(plan)
-        schemas = {
-            name: pl.concat(
-                split_frames(plan, name, wanted), how="vertical_relaxed"
-            ).collect_schema()
-            for name, wanted in columns.items()
-        }
+        schemas = {name: table_schema(plan, name) for name in columns}
         return cls(plan, columns, schemas)
 
     def parts(self, part_bytes: int = _PART_BYTES) -> list[Part]:
@@ -77,17 +74,10 @@ class Splitter:
 
     def chunks(self, part: Part) -> Iterator[Chunk]:
         """The part's rows, by shard."""
-        table = self.plan.inputs[part.table]
-        one = table.model_copy(update={"files": (table.files[part.file],)})
-        plan = self.plan.model_copy(update={"inputs": {**self.plan.inputs, part.table: one}})
-        (frame,) = split_frames(plan, part.table, self.columns[part.table])
-        rows = (
-            frame.slice(part.first, part.rows)
-            .cast(dict(self.schemas[part.table]))  # type: ignore[arg-type]  # its types know no Schema
-            .pipe(numbered, part.number)
-            .with_columns(shard_column(self.plan.num_shards))
-            .collect()
-        )
+        path = self.plan.inputs[part.table].files[part.file].path
+        piece = Piece(path, part.number, part.first, part.rows)
+        columns, schema = self.columns[part.table], self.schemas[part.table]
+        rows = split_frame(self.plan, part.table, columns, schema, [piece]).collect()
         for (shard,), mine in rows.partition_by(SHARD, as_dict=True, include_key=False).items():
             buffer = io.BytesIO()
             mine.write_ipc_stream(buffer, compression="lz4")

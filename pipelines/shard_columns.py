@@ -6,19 +6,31 @@ them from here, so that a shard looks the same wherever it comes from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import polars as pl
 import pyarrow as pa
 
 from pipelines import input_files
+from pipelines.input_columns import Piece, Wanted, scan_columns
+from pipelines.one_type import OneType
+from schemas.column_types import is_empty, is_list, plain
 from schemas.eligibility import user_columns
 from schemas.runs import RunPlan
+from schemas.settings import RunConfig
 from schemas.tables import (
+    CANDIDATES,
     DUPLICATE,
     ELIGIBILITY,
+    EXCLUSIONS,
     FILE,
+    ID_TYPES,
     K_COLUMN,
     LABELS_COLUMN,
     CandidateShape,
+    IdType,
+    TableContract,
+    id_type,
     shape_of,
     users_contract,
 )
@@ -30,11 +42,6 @@ _FILE_BITS = 40  # rows of a file; a table may have more than the 2**32 that a r
 def first_row(file: int) -> int:
     """The number of the first row of a table's n-th file. Numbers grow, with gaps between files."""
     return file << _FILE_BITS
-
-
-def numbered(frame: pl.LazyFrame, first: int) -> pl.LazyFrame:
-    """The rows with their numbers, which begin at `first`."""
-    return frame.with_row_index(ROW).with_columns(pl.col(ROW).cast(pl.Int64) + first)
 
 
 def shape_of_candidates(plan: RunPlan) -> CandidateShape | None:
@@ -57,7 +64,7 @@ def users_columns(plan: RunPlan) -> dict[str, str]:
     if plan.config.task.k_column is not None:
         out[K_COLUMN] = "k"
     if plan.config.task.label is not None and plan.config.task.label.labels_column is not None:
-        out[LABELS_COLUMN] = "as it is"
+        out[LABELS_COLUMN] = "labels"
     rule = plan.config.task.eligible
     if rule is not None:  # beside a text copy the prompt may want: these keep their type
         out |= {ELIGIBILITY + name: "as it is" for name in user_columns(rule)}
@@ -70,31 +77,75 @@ def id_dtype(kind: str) -> pl.DataType:
 
 
 def scan(path: str) -> pl.LazyFrame:
-    """One Parquet file, lazily, without columns from its path."""
+    """One Parquet file of a run or of its table, lazily, without columns from its path."""
     return pl.scan_parquet(path, glob=False, hive_partitioning=False)
 
 
-def shard_columns(plan: RunPlan, frame: pl.LazyFrame, columns: dict[str, str]) -> pl.LazyFrame:
-    """`user_id` and `columns` of an input file in the types that a shard has."""
-    schema = frame.collect_schema()
-    chosen = [pl.col("user_id").cast(id_dtype(plan.user_id_type))]
+def table_schema(plan: RunPlan, name: str) -> pa.Schema:
+    """The columns that a run reads of one of its tables, with the types that the table has; reads
+    the footer of every file.
+
+    Raises:
+        TableError: files differ.
+    """
+    return schema_of(name, [file.path for file in plan.inputs[name].files], contract(plan, name))
+
+
+def schema_of(name: str, paths: Sequence[str], columns: TableContract) -> pa.Schema:
+    """The columns of a contract in some files of a table; see `table_schema`."""
+    types = OneType(name)
+    for path in paths:
+        _, schema = input_files.describe_file(path, name)
+        columns.check(schema, path)
+        for problem in types.problems(columns, schema, path):
+            raise problem
+    return types.schema()
+
+
+def contract(plan: RunPlan, name: str) -> TableContract:
+    """What a run reads of users, candidates or exclusions."""
+    if name == "users":
+        return contract_of_users(plan.config, by_segment=shape_of_candidates(plan) == "segment")
+    if name == "candidates":
+        shape = shape_of_candidates(plan)
+        assert shape is not None, "there are candidates"
+        return CANDIDATES[shape]
+    return EXCLUSIONS
+
+
+def contract_of_users(config: RunConfig, *, by_segment: bool) -> TableContract:
+    """What the users table must hold for a run."""
+    rule, label, inputs = config.task.eligible, config.task.label, config.inputs
+    own = inputs.self_contained and config.task.uses_candidates and inputs.candidates is None
+    return users_contract(
+        config.prompt.parsed,
+        by_segment=by_segment,
+        eligibility=user_columns(rule) if rule else (),
+        k_column=config.task.k_column,
+        labels_column=label.labels_column if label else None,
+        candidates=own,
+        exclusions=inputs.self_contained and config.needs_items,
+        history=config.reads_history,
+    )
+
+
+def wanted_columns(plan: RunPlan, columns: dict[str, str], schema: pa.Schema) -> list[Wanted]:
+    """`user_id` and `columns` of an input table in the types that a shard has."""
+    wanted = [Wanted("user_id", "user_id", ID_TYPES[plan.user_id_type])]
     for column, kind in columns.items():
         source = _source(plan, column)
-        chosen.append(_column(column, source, kind, schema[source], plan.item_id_type))
-    return frame.select(chosen)
+        found = schema.field(source).type if source in schema.names else pa.null()
+        wanted.append(Wanted(column, source, shard_type(column, kind, found, plan.item_id_type)))
+    return wanted
 
 
 def first_users(plan: RunPlan, paths: list[str], rows: int) -> pa.Table:
     """The first `rows` users of each of some files, as a shard without candidates holds them."""
     columns = users_columns(plan)
-    sources = ["user_id", *dict.fromkeys(_source(plan, column) for column in columns)]
-    frames = []
-    for path in paths:
-        head = pl.from_arrow(input_files.read_head(path, rows, sources))
-        assert isinstance(head, pl.DataFrame), "a table is a frame"
-        typed = shard_columns(plan, head.lazy(), columns).collect()
-        frames.append(typed.with_columns(pl.lit(path).alias(FILE)))
-    users = pl.concat(frames, how="vertical_relaxed")
+    schema = schema_of("users", paths, contract(plan, "users"))
+    wanted = wanted_columns(plan, columns, schema)
+    pieces = [Piece(path, 0, rows=rows) for path in paths]
+    users = scan_columns("users", pieces, wanted, paths=FILE).collect()
     again = pl.col("user_id").is_first_distinct().not_() & pl.col("user_id").is_not_null()
     return to_arrow(users.with_columns(again.alias(DUPLICATE)))
 
@@ -112,15 +163,6 @@ def _source(plan: RunPlan, name: str) -> str:
     return name.removeprefix(ELIGIBILITY)
 
 
-def _column(name: str, source: str, kind: str, found: pl.DataType, item_id_type: str) -> pl.Expr:
-    """One input column in the type its shard column has."""
-    column = pl.col(source)
-    if isinstance(found, pl.Array):
-        column = column.arr.to_list()
-    dtype = shard_dtype(name, kind, found, id_dtype(item_id_type))
-    return column.cast(dtype).alias(name)
-
-
 def mark_duplicates(users: pl.DataFrame) -> pl.DataFrame:
     """Sorted by user, then input order; all but the first row of a user are marked."""
     return users.sort("user_id", ROW, nulls_last=True).with_columns(
@@ -129,19 +171,30 @@ def mark_duplicates(users: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def shard_dtype(name: str, kind: str, found: pl.DataType, item: pl.DataType) -> pl.DataType:
-    """The polars type of a shard column whose input column has the type `found`."""
+def shard_type(name: str, kind: str, found: pa.DataType, item: IdType) -> pa.DataType:
+    """The type of a shard column whose input column has the type `found`."""
     if kind == "item":
-        return pl.List(item) if isinstance(found, (pl.List, pl.Array)) else item
+        return pa.list_(ID_TYPES[item]) if is_list(found) or name == "history" else ID_TYPES[item]
     if kind == "text":
-        return pl.String()
+        return pa.string()
     if kind == "k":
-        return pl.Int64()
+        return pa.int64()
+    if kind == "labels":
+        return pa.list_(ID_TYPES["string" if is_empty(found) else id_type(found)])
     if kind == "as it is":
-        if isinstance(found, (pl.Array, pl.List)):
-            return pl.List(pl.String() if isinstance(found.inner, pl.Categorical) else found.inner)
-        return pl.String() if isinstance(found, pl.Categorical) else found
-    return pl.List(pl.Int64() if name == "user_sid" else pl.Float32())
+        return _known(plain(found))
+    return pa.list_(pa.int64() if name == "user_sid" else pa.float32())
+
+
+def _known(dtype: pa.DataType) -> pa.DataType:
+    """A type that polars can hold, too: it knows no zone that is an offset, and instants are the
+    same in every zone.
+    """
+    if is_list(dtype):
+        return pa.list_(_known(dtype.value_type))
+    if pa.types.is_timestamp(dtype) and dtype.tz is not None:
+        return pa.timestamp(dtype.unit, "UTC")
+    return pa.string() if pa.types.is_null(dtype) else dtype
 
 
 def to_arrow(users: pl.DataFrame) -> pa.Table:

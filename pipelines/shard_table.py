@@ -6,15 +6,16 @@ import polars as pl
 import pyarrow as pa
 
 from pipelines import files, input_files
-from pipelines.frames import reading
+from pipelines.input_columns import Piece, Wanted, read_columns, scan_columns
 from pipelines.prepare import candidate_sets_path
 from pipelines.shard_columns import (
     ROW,
-    id_dtype,
+    contract,
     mark_duplicates,
-    shard_columns,
+    schema_of,
     to_arrow,
     users_columns,
+    wanted_columns,
 )
 from schemas.errors import RunError
 from schemas.runs import RunPlan, Shard
@@ -39,20 +40,17 @@ def read_shard_table(plan: RunPlan, shard: Shard, only: list[str] | None = None)
     if not plan.config.inputs.self_contained:
         return files.read_parquet(shard.path, only)
     check_as_planned(plan, shard)
-    with reading("users", [shard.path]):
-        table = files.read_parquet(shard.path)
-    frame = pl.from_arrow(table)
-    assert isinstance(frame, pl.DataFrame), "a table is a frame"
     columns = users_columns(plan)
+    item = pa.list_(ID_TYPES[plan.item_id_type])
     own = plan.config.task.uses_candidates and not files.exists(candidate_sets_path(plan))
-    lists = [
-        _items(plan, frame.schema, USER_CANDIDATES if own else None, CANDIDATE_LIST),
-        _items(plan, frame.schema, USER_EXCLUSIONS, EXCLUDED_LIST),
-    ]
-    users = shard_columns(plan, frame.lazy(), columns).collect()
-    # Beside the frame's own columns: a selection of nulls alone would have one row.
-    users = users.with_columns(frame.with_columns(lists).select(CANDIDATE_LIST, EXCLUDED_LIST))
-    users = mark_duplicates(users.with_row_index(ROW).with_columns(pl.lit(shard.path).alias(FILE)))
+    # A name that no file has gives nulls.
+    sources = {CANDIDATE_LIST: USER_CANDIDATES if own else "", EXCLUDED_LIST: USER_EXCLUSIONS}
+    schema = schema_of("users", [shard.path], contract(plan, "users"))
+    wanted = wanted_columns(plan, columns, schema)
+    wanted += [Wanted(name, source, item) for name, source in sources.items()]
+    piece = Piece(shard.path, 0)
+    users = scan_columns("users", [piece], wanted, numbers=ROW, paths=FILE).collect()
+    users = mark_duplicates(users.with_columns(pl.col(*sources).list.drop_nulls()))
     # The lists of a row that is not used count for nothing, as when prepare joins them.
     users = users.with_columns(pl.when(~pl.col(DUPLICATE)).then(pl.col(CANDIDATE_LIST)))
     every = ["user_id", FILE, DUPLICATE, *columns, CANDIDATE_LIST, EXCLUDED_LIST]
@@ -68,8 +66,8 @@ def read_users(plan: RunPlan, shard: Shard) -> pa.Array:
     """
     if plan.config.inputs.self_contained:
         check_as_planned(plan, shard)
-        ids = files.read_parquet(shard.path, ["user_id"]).column("user_id")
-        return ids.cast(ID_TYPES[plan.user_id_type]).combine_chunks()
+        wanted = [Wanted("user_id", "user_id", ID_TYPES[plan.user_id_type])]
+        return read_columns("users", shard.path, wanted).column("user_id").combine_chunks()
     table = files.read_parquet(shard.path, ["user_id", FILE])
     return table.filter(table.column(FILE).is_valid()).column("user_id").combine_chunks()
 
@@ -86,14 +84,3 @@ def check_as_planned(plan: RunPlan, shard: Shard) -> None:
             do="A run reads them as they are: run again, which plans another run, or put the file "
             "back.",
         )
-
-
-def _items(plan: RunPlan, schema: pl.Schema, source: str | None, name: str) -> pl.Expr:
-    """A column of item lists, or nulls where the file has none."""
-    dtype = pl.List(id_dtype(plan.item_id_type))
-    if source is None or source not in schema:
-        return pl.lit(None, dtype=dtype).alias(name)
-    column = pl.col(source)
-    if isinstance(schema[source], pl.Array):
-        column = column.arr.to_list()
-    return column.cast(dtype).list.drop_nulls().alias(name)

@@ -10,10 +10,12 @@ import pyarrow as pa
 from pipelines import input_files
 from pipelines.by_shard import ByShard, same_id_type
 from pipelines.frames import reading
-from pipelines.shard_columns import id_dtype, scan
+from pipelines.input_columns import Piece, Wanted, scan_columns
+from pipelines.one_type import OneType
+from schemas.column_types import is_empty
 from schemas.errors import TableError
 from schemas.runs import RunPlan
-from schemas.tables import TRUTH, TableContract, TruthShape, id_type
+from schemas.tables import ID_TYPES, TRUTH, IdType, TableContract, TruthShape, id_type
 
 _WEIGHTS = ("weight", "relevance")
 
@@ -29,7 +31,7 @@ class Truth:
                 negative or not a number.
         """
         paths = input_files.list_parquet(path, "truth")
-        frame = pl.concat([_pairs(plan, one) for one in paths])
+        frame = _pairs(plan, paths)
         self.path = path
         with reading("truth", paths):
             self.rows, self.rows_null, self.rows_weightless = _count(frame, path)
@@ -51,25 +53,45 @@ class Truth:
 
 def read_interactions(plan: RunPlan, path: str, table: str) -> pl.LazyFrame:
     """The item ids of an interactions table, long or wide: one row each."""
-    frames = []
-    for one in input_files.list_parquet(path, table):
-        shape, schema = _shape(one, table)
-        column = "item_ids" if shape == "wide" else "item_id"
-        kind = id_type(schema.field(column).type)
-        same_id_type(table, column, kind, plan.item_id_type, one)
-        frame = scan(one).select(column)
-        if shape == "wide":
-            frame = frame.explode(column, empty_as_null=False, keep_nulls=False)
-        frames.append(frame.select(pl.col(column).cast(id_dtype(kind)).alias("item_id")))
-    return pl.concat(frames)
+    paths = input_files.list_parquet(path, table)
+    shape, schema = _shape(paths, table)
+    column = "item_ids" if shape == "wide" else "item_id"
+    _same_ids(table, schema, [(column, plan.item_id_type)], paths)
+    item = ID_TYPES[plan.item_id_type]
+    wanted = [Wanted("item_id", column, pa.list_(item) if shape == "wide" else item)]
+    frame = scan_columns(table, [Piece(one, 0) for one in paths], wanted)
+    if shape == "wide":
+        frame = frame.explode("item_id", empty_as_null=False, keep_nulls=False)
+    return frame
 
 
-def _shape(path: str, table: str) -> tuple[TruthShape, pa.Schema]:
-    _, schema = input_files.describe_file(path, table)
+def _shape(paths: list[str], table: str) -> tuple[TruthShape, pa.Schema]:
+    """The shape of all files, and the columns that they have."""
+    first: TruthShape | None = None
+    types = OneType(table)
+    for path in paths:
+        _, schema = input_files.describe_file(path, table)
+        shape = _shape_of(schema, path, table)
+        if first not in (None, shape):
+            raise TableError(
+                f"{table}: files have different shapes",
+                expected=f"columns as in {paths[0]}",
+                got=f"columns {', '.join(schema.names)}",
+                where=path,
+            )
+        first = shape
+        contract = TableContract(table, TRUTH[shape].columns)
+        contract.check(schema, path)
+        for problem in types.problems(contract, schema, path):
+            raise problem
+    assert first is not None, "a table has files"
+    return first, types.schema()
+
+
+def _shape_of(schema: pa.Schema, path: str, table: str) -> TruthShape:
     for shape, contract in TRUTH.items():
         if {c.name for c in contract.columns if c.required} <= set(schema.names):
-            TableContract(table, contract.columns).check(schema, path)
-            return shape, schema
+            return shape
     raise TableError(
         f"{table}: the columns are none of the known shapes",
         expected="(user_id, item_id) or (user_id, item_ids)",
@@ -78,29 +100,42 @@ def _shape(path: str, table: str) -> tuple[TruthShape, pa.Schema]:
     )
 
 
-def _pairs(plan: RunPlan, path: str) -> pl.LazyFrame:
-    """`user_id, item_id, weight` of one file."""
-    shape, schema = _shape(path, "truth")
+def _same_ids(
+    table: str,
+    schema: pa.Schema,
+    columns: list[tuple[str, IdType]],
+    paths: list[str],
+) -> None:
+    for column, want in columns:
+        found = schema.field(column).type
+        if not is_empty(found):
+            same_id_type(table, column, id_type(found), want, paths[0])
+
+
+def _pairs(plan: RunPlan, paths: list[str]) -> pl.LazyFrame:
+    """`user_id, item_id, weight` of all files."""
+    shape, schema = _shape(paths, "truth")
     item = "item_ids" if shape == "wide" else "item_id"
-    for column, want in (("user_id", plan.user_id_type), (item, plan.item_id_type)):
-        same_id_type("truth", column, id_type(schema.field(column).type), want, path)
+    ids = [("user_id", plan.user_id_type), (item, plan.item_id_type)]
+    _same_ids("truth", schema, ids, paths)
     named = [name for name in _WEIGHTS if name in schema.names and shape == "long"]
     if len(named) > 1:
         raise TableError(
             "truth: two columns say how relevant an item is",
             expected="weight or relevance",
             got=" and ".join(named),
-            where=path,
+            where=paths[0],
         )
-    weight = pl.col(named[0]).cast(pl.Float64) if named else pl.lit(1.0)
-    frame = scan(path)
+    one = ID_TYPES[plan.item_id_type]
+    wanted = [
+        Wanted("user_id", "user_id", ID_TYPES[plan.user_id_type]),
+        Wanted("item_id", item, pa.list_(one) if shape == "wide" else one),
+        *(Wanted("weight", name, pa.float64()) for name in named),
+    ]
+    frame = scan_columns("truth", [Piece(path, 0) for path in paths], wanted)
     if shape == "wide":
-        frame = frame.select("user_id", item).explode(item, empty_as_null=False, keep_nulls=True)
-    return frame.select(
-        pl.col("user_id").cast(id_dtype(plan.user_id_type)),
-        pl.col(item).cast(id_dtype(plan.item_id_type)).alias("item_id"),
-        weight.alias("weight"),
-    )
+        frame = frame.explode("item_id", empty_as_null=False, keep_nulls=True)
+    return frame if named else frame.with_columns(pl.lit(1.0).alias("weight"))
 
 
 def _count(frame: pl.LazyFrame, path: str) -> tuple[int, int, int]:

@@ -6,9 +6,11 @@ A user's rows must come from one shard, or its list would be published twice.
 from __future__ import annotations
 
 import polars as pl
+import pyarrow as pa
 
 from pipelines import input_files
 from pipelines.frames import reading
+from pipelines.input_columns import Piece, Wanted, scan_columns
 from schemas.errors import TableError, quoted
 from schemas.runs import InputTable
 
@@ -32,16 +34,13 @@ def check_users_once(table: InputTable) -> None:
 
 
 def _look_in_all(table: InputTable) -> None:
+    wanted = [Wanted("user_id", "user_id", pa.string())]
+    pieces = [Piece(file.path, 0) for file in table.files]
     passes = -(-table.rows // _USERS_AT_ONCE)
     for part in range(passes):
-        frames = [
-            pl.scan_parquet(file.path, glob=False, hive_partitioning=False)
-            .select(pl.col("user_id").cast(pl.String), pl.lit(file.path).alias(_FILE))
-            .drop_nulls()
-            .filter(pl.col("user_id").hash(seed=0) % passes == part)
-            for file in table.files
-        ]
-        by_user = pl.concat(frames).group_by("user_id")
+        ids = scan_columns("users", pieces, wanted, paths=_FILE).drop_nulls()
+        mine = ids.filter(pl.col("user_id").hash(seed=0) % passes == part)
+        by_user = mine.group_by("user_id")
         places = by_user.agg(pl.col(_FILE).min().alias("one"), pl.col(_FILE).max().alias("other"))
         twice = places.filter(pl.col("one") != pl.col("other")).collect(engine="streaming")
         if not twice.is_empty():

@@ -5,90 +5,36 @@ Ids are strings or int64 and keep their type from input to output. Unknown colum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import pyarrow as pa
 import pyarrow.types as pt
 
+from schemas.column_types import (
+    ATTRIBUTE,
+    ENCRYPTED,
+    ID,
+    ID_LIST,
+    INT_LIST,
+    INTEGER,
+    LABELS,
+    NUMBER,
+    SCALAR,
+    SID,
+    TEXT,
+    VECTOR,
+    Kind,
+    is_list,
+    is_whole,
+    type_words,
+)
 from schemas.errors import TableError, did_you_mean
 from schemas.templates import PromptTemplate
 
 IdType = Literal["string", "int64"]
 ID_TYPES: dict[str, pa.DataType] = {"string": pa.string(), "int64": pa.int64()}
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A family of Arrow types a column may have."""
-
-    words: str
-    accepts: Callable[[pa.DataType], bool]
-
-
-def _plain(dtype: pa.DataType) -> pa.DataType:
-    return dtype.value_type if pt.is_dictionary(dtype) else dtype
-
-
-def type_words(dtype: pa.DataType) -> str:
-    """An Arrow type in words, without the names that files give to list elements."""
-    if is_list(dtype):
-        size = f", {dtype.list_size}" if pt.is_fixed_size_list(dtype) else ""
-        return f"list<{type_words(dtype.value_type)}{size}>"
-    return str(dtype)
-
-
-def _is_text(dtype: pa.DataType) -> bool:
-    dtype = _plain(dtype)
-    return bool(pt.is_string(dtype) or pt.is_large_string(dtype) or pt.is_string_view(dtype))
-
-
-def _is_int(dtype: pa.DataType) -> bool:
-    return bool(pt.is_signed_integer(dtype) or pt.is_uint8(dtype) or pt.is_uint16(dtype))
-
-
-def _is_id(dtype: pa.DataType) -> bool:
-    return _is_text(dtype) or _is_int(_plain(dtype))
-
-
-def is_list(dtype: pa.DataType) -> bool:
-    """Any of the three list types."""
-    return bool(pt.is_list(dtype) or pt.is_large_list(dtype) or pt.is_fixed_size_list(dtype))
-
-
-def _list_of(inner: Callable[[pa.DataType], bool]) -> Callable[[pa.DataType], bool]:
-    return lambda dtype: is_list(dtype) and inner(dtype.value_type)
-
-
-def _is_scalar(dtype: pa.DataType) -> bool:
-    dtype = _plain(dtype)
-    simple = pt.is_integer(dtype) or pt.is_floating(dtype) or pt.is_boolean(dtype)
-    date = pt.is_temporal(dtype) and not pt.is_duration(dtype)
-    return bool(simple or _is_text(dtype) or date or pt.is_decimal(dtype))
-
-
-def _is_number(dtype: pa.DataType) -> bool:
-    return bool(pt.is_integer(dtype) or pt.is_floating(dtype))
-
-
-ID = Kind("string or int64", _is_id)
-ID_LIST = Kind("list of string or of int64", _list_of(_is_id))
-VECTOR = Kind("list or fixed_size_list of float16, float32 or float64", _list_of(pt.is_floating))
-INT_LIST = Kind("list of integers", _list_of(pt.is_integer))
-SCALAR = Kind("string, number, boolean or date", _is_scalar)
-ATTRIBUTE = Kind(
-    "string, number, boolean, date, or a list of them",
-    lambda dtype: _is_scalar(dtype) or _list_of(_is_scalar)(dtype),
-)
-TEXT = Kind("string", _is_text)
-NUMBER = Kind("number", _is_number)
-INTEGER = Kind("integer, at most 64 bits with a sign", lambda t: _is_int(t) or pt.is_uint32(t))
-LABELS = Kind("list of string or of int64", _list_of(_is_id))
-SID = Kind(
-    "list of codes, list of token strings, or one string '<a_1><b_2>'",
-    lambda dtype: _is_text(dtype) or _list_of(lambda t: pt.is_integer(t) or _is_text(t))(dtype),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +44,7 @@ class Column:
     name: str
     kind: Kind
     required: bool = True
+    in_all_or_none: bool = False  # of the files: where it is missing, that means something else
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +81,17 @@ class TableContract:
                         where=file,
                         field=column.name,
                     )
-            elif not column.kind.accepts(dtype := schema.field(column.name).type):
+            elif ENCRYPTED in (schema.field(column.name).metadata or {}):
+                yield TableError(
+                    f"{self.table}: column {column.name!r} is encrypted",
+                    expected="a column that can be read without a key",
+                    where=file,
+                    do="Write it unencrypted for this run; no key is ever asked for.",
+                    field=column.name,
+                )
+            elif not pt.is_null(dtype := schema.field(column.name).type) and not (
+                column.kind.accepts(dtype)
+            ):
                 yield TableError(
                     f"{self.table}: column {column.name!r} has the wrong type",
                     expected=column.kind.words,
@@ -195,7 +152,7 @@ def users_contract(
     if candidates:
         columns.append(Column(USER_CANDIDATES, ID_LIST))
     if exclusions:
-        columns.append(Column(USER_EXCLUSIONS, ID_LIST, required=False))
+        columns.append(Column(USER_EXCLUSIONS, ID_LIST, required=False, in_all_or_none=True))
     return TableContract("users", tuple(columns))
 
 
@@ -246,8 +203,9 @@ TRUTH: dict[TruthShape, TableContract] = {
         (
             Column("user_id", ID),
             Column("item_id", ID),
-            Column("weight", NUMBER, required=False),
-            Column("relevance", NUMBER, required=False),  # another name of the weight
+            Column("weight", NUMBER, required=False, in_all_or_none=True),
+            # Another name of the weight.
+            Column("relevance", NUMBER, required=False, in_all_or_none=True),
         ),
     ),
 }
@@ -276,18 +234,11 @@ def candidate_shape(schema: pa.Schema, file: str) -> CandidateShape:
     )
 
 
-def same_values(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether equal values of two scalar columns are written alike: 1 and 1.0 are not."""
-    one, other = _plain(one), _plain(other)
-    kinds = (_is_text, pt.is_integer, pt.is_boolean)
-    return one == other or any(kind(one) and kind(other) for kind in kinds)
-
-
 def id_type(dtype: pa.DataType) -> IdType:
     """The type ids of this Arrow type have inside: strings stay strings, integers become int64."""
     if is_list(dtype):
         dtype = dtype.value_type
-    return "string" if _is_text(dtype) else "int64"
+    return "int64" if is_whole(dtype) else "string"
 
 
 # Columns that a prepared shard has besides those of the users table. The dot keeps them apart from

@@ -14,7 +14,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines import input_files
+from pipelines.input_columns import Piece, Wanted, read_columns, scan_columns
 from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.prompts import check_prompts
 from pipelines.preflight.table_hints import warn_of_days, warn_of_ready_prompts
@@ -22,10 +22,11 @@ from pipelines.preflight.tables import TableSeen, TablesSeen
 from pipelines.shard_columns import first_users
 from pipelines.users_once import check_users_once
 from pipelines.validate import UserCheck
+from schemas.column_types import is_empty, is_list
 from schemas.errors import ConfigError, InputError, TableError
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
-from schemas.tables import ID_TYPES, IdType, id_type, is_list
+from schemas.tables import ID_TYPES, IdType, id_type
 
 _FILES = 4
 _ROWS = 10_000  # over all files
@@ -169,22 +170,29 @@ def _plan(config: RunConfig, seen: TablesSeen, users: TableSeen, item: IdType) -
     )
 
 
+def _id(column: str, table: TableSeen) -> Wanted:
+    return Wanted(column, column, ID_TYPES[id_type(table.schema.field(column).type)])
+
+
 def _check_items_of(table: TableSeen, item_ids: pa.Array, findings: Findings) -> None:
     """Items of candidates and exclusions that the catalog does not have."""
     paths = _spread(table)
     column = "item_id" if "item_id" in table.schema.names else "item_ids"
     if column not in table.schema.names or not paths:
         return
+    found, kind = table.schema.field(column).type, ID_TYPES[id_type(item_ids.type)]
+    if is_empty(found) or id_type(found) != id_type(item_ids.type):
+        return  # ids of two types are a problem of the tables
     rows = max(1, (_LISTS if column == "item_ids" else _ROWS) // len(paths))
+    wanted = [Wanted(column, column, pa.list_(kind) if is_list(found) else kind)]
+    if "user_id" in table.schema.names:  # read with them, as a run does
+        wanted.append(_id("user_id", table))
     parts: list[pa.Array] = []
-    for path in paths:
-        whole = [name for name in ("user_id", column) if name in table.schema.names]
-        values = input_files.read_head(path, rows, whole).column(column)
-        parts += (pc.list_flatten(values) if is_list(values.type) else values).drop_null().chunks
-    kind = ID_TYPES[id_type(item_ids.type)]
-    if all(id_type(part.type) == id_type(item_ids.type) for part in parts):
-        flat = pa.chunked_array([part.cast(kind) for part in parts], kind)
-        _warn_unknown(table, column, flat, item_ids, findings, 0.0)
+    with findings.collecting(field=column):
+        for path in paths:
+            values = read_columns(table.table.name, path, wanted, rows).column(column)
+            parts += (pc.list_flatten(values) if is_list(found) else values).drop_null().chunks
+    _warn_unknown(table, column, pa.chunked_array(parts, kind), item_ids, findings, 0.0)
 
 
 def _warn_unknown(
@@ -233,14 +241,8 @@ def _check_candidates_of(
         return
     asked = pl.Series(users.column(column).slice(0, _IDS).to_pylist(), strict=False)
     asked = asked.drop_nulls().unique().cast(pl.String)
-    scan = pl.concat(
-        [
-            pl.scan_parquet(file.path, glob=False, hive_partitioning=False).select(
-                pl.col(column).cast(pl.String)
-            )
-            for file in table.table.files
-        ]
-    )
+    pieces = [Piece(file.path, 0) for file in table.table.files]
+    scan = scan_columns("candidates", pieces, [Wanted(column, column, pa.string())])
     found = scan.filter(pl.col(column).is_in(asked.implode())).unique().collect(engine="streaming")
     missing = asked.filter(~asked.is_in(found.to_series().implode()))
     if not len(missing):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pipelines.eligibility import check_types
+from pipelines.one_type import OneType
 from pipelines.plan import (
     check_id_types,
-    check_same,
     check_segments,
     check_shape,
     check_shards,
@@ -20,12 +20,13 @@ from pipelines.plan import (
     vector_dim,
 )
 from pipelines.preflight.findings import Findings, Problem
+from schemas.column_types import ID, ID_LIST, is_empty
 from schemas.config_problems import ConfigReport
 from schemas.eligibility import attributes, user_columns
 from schemas.errors import EngineError, NightshelfError, TableError
 from schemas.runs import InputFile, InputTable
 from schemas.settings import TABLE, RunConfig
-from schemas.tables import ID, ID_LIST, USER_EXCLUSIONS, CandidateShape, id_type
+from schemas.tables import CANDIDATES, USER_EXCLUSIONS, CandidateShape, TableContract, id_type
 
 _UNKNOWN_DATE = "{ds}"
 _IDS = ("user_id", "item_id", "item_ids", "history", USER_EXCLUSIONS)
@@ -114,7 +115,7 @@ def _check_table(
         remedy = f"Correct {setting}, or write the table there."
         findings.add_error(_as_ours(err, name), file=path, field=setting, remedy=remedy)
         return None, None
-    first: pa.Schema | None = None
+    types = OneType(name)
     described: list[InputFile] = []
     bad: set[str] = set()
     for file in paths:
@@ -126,31 +127,29 @@ def _check_table(
             bad.add("*")
             continue
         described.append(info)
-        before = len(bad)
         if name == "candidates":
             try:
-                shape = check_shape(config, schema, file)
+                shape = check_shape(config, schema, file, before=shape)
             except TableError as err:
                 findings.add_error(err, field=setting, remedy=_remedy(config, name, "item_id"))
                 bad.add("*")
+                continue
+            contract = CANDIDATES[shape]
         else:
             contract = contract_of(config, name, by_segment=shape == "segment")
-            whole = schema
-            if name == "users":
-                schema = contract.read_of(schema)
-            for error in contract.problems(whole, file):
+            for error in contract.problems(schema, file):
                 assert error.field is not None, "a contract names its column"
                 findings.add_error(error, remedy=_remedy(config, name, error.field))
                 bad.add(error.field)
-        first = schema if first is None else first
-        if len(bad) == before:
-            with findings.collecting(remedy="Write all files of a table with one schema."):
-                check_same(first, schema, name, file)
-    if first is None:
+        good = tuple(column for column in contract.columns if column.name not in bad)
+        for error in types.problems(TableContract(name, good), schema, file):
+            findings.add_error(error)
+    if not described:
         return None, shape
-    columns = {field.name: str(field.type) for field in first}
+    found = types.schema()
+    columns = {field.name: str(field.type) for field in found}
     table = InputTable(name=name, files=tuple(described), columns=columns)
-    return TableSeen(table, first, frozenset(bad)), shape
+    return TableSeen(table, found, frozenset(bad)), shape
 
 
 def _as_ours(error: NightshelfError | OSError, table: str) -> NightshelfError:
@@ -190,6 +189,8 @@ def _check_ids(tables: dict[str, TableSeen], findings: Findings) -> None:
     for kind, (owner, column) in owners.items():
         seen = tables.get(owner)
         if seen is None or column not in seen.schema.names or column in seen.bad_columns:
+            continue
+        if is_empty(seen.schema.field(column).type):
             continue
         kinds[kind] = id_type(seen.schema.field(column).type)
     for name, seen in tables.items():

@@ -23,8 +23,9 @@ from pipelines.propose.tables import (
     guess_text_column,
     guess_users,
 )
+from schemas.column_types import ID
 from schemas.errors import ConfigError, TableError
-from schemas.tables import CATALOG, ID, Column, TableContract, id_type
+from schemas.tables import CATALOG, Column, TableContract, id_type
 
 __all__ = ["Sources", "propose_config"]
 

@@ -19,9 +19,10 @@ from engine.sid_vocabulary import Vocabulary, split_code
 from pipelines import files
 from pipelines.catalog import split_texts
 from pipelines.catalog_readers import read_file
+from schemas.column_types import ID, SID, is_list
 from schemas.errors import CatalogError, quoted
 from schemas.semantic_ids import CODE_FIELD, BoundSidSpace, SidSpace
-from schemas.tables import ID, ID_TYPES, SID, Column, TableContract, id_type, is_list
+from schemas.tables import ID_TYPES, Column, TableContract, id_type
 
 _CONTRACT = TableContract("catalog", (Column("item_id", ID), Column("sid", SID)))
 _BRACKETED = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")

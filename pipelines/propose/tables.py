@@ -10,21 +10,15 @@ import pyarrow.compute as pc
 
 from pipelines import input_files
 from pipelines.catalog_readers import layout_of
+from schemas.column_types import ID, ID_LIST, INT_LIST, SCALAR, TEXT, VECTOR, type_words
 from schemas.errors import TableError
 from schemas.tables import (
     EXCLUSIONS,
-    ID,
-    ID_LIST,
-    INT_LIST,
-    SCALAR,
-    TEXT,
-    VECTOR,
     CandidateShape,
     Column,
     TableContract,
     candidate_shape,
     id_type,
-    type_words,
 )
 
 _SAMPLE = 10_000
@@ -58,7 +52,8 @@ def guess_users(path: str, item_type: str | None) -> UsersGuess:
     TableContract("users", (Column("user_id", ID),)).check(schema, paths[0])
     if rows == 0:
         raise TableError("users: the table is empty", expected="at least one user", where=path)
-    head = input_files.read_head(next(i.path for i, _ in infos if i.rows), _SAMPLE)
+    sampled = [name for name in ("embedding", "history") if name in schema.names]
+    head = input_files.read_head(next(i.path for i, _ in infos if i.rows), _SAMPLE, sampled)
     ignored: list[str] = []
 
     def has(name: str, kind: Column) -> bool:

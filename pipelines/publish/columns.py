@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pyarrow as pa
 
+from schemas.column_types import is_list
 from schemas.errors import ConfigError
 from schemas.settings import RunConfig
-from schemas.tables import embeddings_schema, is_list, recommendations_schema
+from schemas.tables import embeddings_schema, recommendations_schema
 
 _PARTITION = ("ds", "surface")
 _OPTIONAL = {"labels"}  # of label scoring only; null in rows of other tasks

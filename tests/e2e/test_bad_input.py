@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.tables import type_words
+from schemas.column_types import type_words
 from tests.factories import tiny_model, write_config, write_inputs
 
 PARTITION = "out/ds=2026-11-28/surface=home"

@@ -12,11 +12,12 @@ import pytest
 from pipelines import files, input_files
 from pipelines.audit import audit_run
 from pipelines.catalog import Catalog, is_saved, open_catalog, read_catalog, read_codes
+from pipelines.input_columns import Piece, Wanted, scan_columns
 from pipelines.plan import plan_run
 from pipelines.prepare import prepare_run, shard_of
 from pipelines.rank import rank_batch
 from pipelines.run_shard import load_receipt
-from pipelines.shard_columns import ROW, first_row, numbered
+from pipelines.shard_columns import ROW, first_row
 from schemas.config_file import load_config
 from schemas.errors import CatalogError, StorageError, TableError
 from schemas.requests import BatchResult, ItemScores, Ragged, SidBeams
@@ -370,8 +371,11 @@ def test_a_lost_user_or_shard_breaks_conservation(finished):
     assert "conservation" in refused(plan, [changed, *receipts[1:]])
 
 
-def test_rows_are_numbered_beyond_what_a_row_index_counts():
-    rows = numbered(pl.LazyFrame({"a": [7, 8]}), first_row(5)).collect()
+def test_rows_are_numbered_beyond_what_a_row_index_counts(tmp_path):
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"a": [7, 8]}), path)
+    wanted = [Wanted("a", "a", pa.int64())]
+    rows = scan_columns("users", [Piece(path, first_row(5))], wanted, numbers=ROW).collect()
     assert rows[ROW].to_list() == [5 * 2**40, 5 * 2**40 + 1]
     assert first_row(0) == 0
     assert first_row(1) > 2**32

@@ -20,7 +20,7 @@ from pipelines.column_values import converted
 from pipelines.parquet_leaves import leaves
 from schemas.errors import TableError
 
-_BATCH_BYTES = 32 << 20  # about as much of a file is in memory at once
+_BATCH_BYTES = 16 << 20  # about as much of a file is in memory at once
 _MOST_ROWS, _FEWEST_ROWS = 1 << 16, 256
 _BUFFER = 8 << 20  # of one column, while it is read
 

@@ -45,7 +45,7 @@ class OneType:
                 yield from self._partly(column)
             elif not column.kind.alike(before[0].type, field.type):
                 yield self._differs(column, before, field, file)
-            elif is_empty(before[0].type):
+            elif is_empty(before[0].type) and not pa.types.is_null(field.type):
                 self._first[column.name] = (field, file)
 
     def schema(self) -> pa.Schema:

@@ -175,14 +175,23 @@ def test_a_catalog_is_ordered_by_item_id_and_opens_as_it_was_saved(tmp_path):
     assert opened.popularity.tolist() == [0, 0, 0]
 
 
-def test_files_of_a_catalog_must_have_the_same_columns(tmp_path):
+def test_a_column_that_one_file_of_a_catalog_lacks_is_null_there(tmp_path):
     pq.write_table(pa.table({"item_id": ["a"], "sid": [[0]]}), tmp_path / "a.parquet")
-    pq.write_table(
-        pa.table({"item_id": ["b"], "sid": [[0]], "title": ["B"]}), tmp_path / "b.parquet"
-    )
+    other = pa.table({"item_id": ["b"], "sid": pa.array([[1]], pa.large_list(pa.int8()))})
+    pq.write_table(other.append_column("title", pa.array(["B"])), tmp_path / "b.parquet")
     paths = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
-    with pytest.raises(TableError, match="files differ in their columns"):
-        read_catalog(paths, sid_space())
+    items = read_catalog(paths, sid_space((5,))).table
+    assert items["item_id"].to_pylist() == ["a", "b"]
+    assert items["title"].to_pylist() == [None, "B"]
+
+
+def test_files_of_a_catalog_write_their_columns_in_one_type(tmp_path):
+    pq.write_table(pa.table({"item_id": ["a"], "sid": [[0]]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"item_id": ["b"], "sid": [["<a_0>"]]}), tmp_path / "b.parquet")
+    paths = [str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")]
+    with pytest.raises(TableError, match="'sid' changes its type between files") as found:
+        read_catalog(paths, sid_space((5,)))
+    assert all(path in str(found.value) for path in paths)
 
 
 # --- rank -----------------------------------------------------------------------------------------

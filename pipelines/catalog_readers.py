@@ -189,10 +189,15 @@ def read_parquet_file(path: str, columns: Sequence[str] | None) -> pa.Table:
     """
     _, schema = input_files.describe_file(path, "catalog")
     named = {name: schema.field(place) for place, name in reversed(_names(schema))}
-    if columns is not None:
-        named = {name: field for name, field in named.items() if name in columns}
+    if columns is None:
+        columns = [name for name in named if schema.names.count(name) < 2]
+    named = {name: field for name, field in named.items() if name in columns}
     fields = pa.schema(list(named.values()))
     for name in named:
+        if len(schema.get_all_field_indices(named[name].name)) > 1:
+            raise TableError(
+                f"catalog: column {name!r} stands more than once", where=path, field=name
+            )
         if ENCRYPTED in (named[name].metadata or {}):
             raise input_files.encrypted("catalog", path, name)
     try:
@@ -301,7 +306,8 @@ def _read_jsonl(path: str, _space: SidSpace, bind: Bind | None) -> pa.Table:
             expected="the run's SID space with its token ids",
             where=path,
         )
-    ids, tokens, metadata = [], [], []
+    ids: list[Any] = []
+    tokens, metadata = [], []
     for number, line in enumerate(files.read_bytes(path).split(b"\n"), 1):
         if line.strip():
             row = _json_line(path, number, line)
@@ -339,7 +345,8 @@ def _json_line(path: str, number: int, line: bytes) -> dict[str, Any]:
             got=quoted(row),
             where=f"{path}, line {number}",
         )
-    return row
+    found: dict[str, Any] = row
+    return found
 
 
 def _texts_of_tokens(column: pa.Array, bound: BoundSidSpace) -> pa.Array:

@@ -11,6 +11,10 @@ By the same bound the last level is not read whole. Its prefixes are forwarded b
 until no other can reach the k-th result found; the results are those of all W. A wide beam, which
 the levels before it need for the certificate, costs its width only there.
 
+A child that the model gives probability 0 names no item. A full list stands: nothing it lacks is
+better. One that is short because of it is not exact, and an empty one has failed: "nothing
+eligible" is said of the catalog and the user, never of the model.
+
 Sources: beams as one shared context plus ancestor indices: NVIDIA recsys-examples
 `sid-gr-inference` and xGR (arXiv 2512.11529); constraint by CSR trie: STATIC (arXiv 2602.22647).
 The certificate and the bounded last level are ours; the bound is A*'s.
@@ -31,6 +35,7 @@ from engine.beam_step import Front, Mask, Pool, SegmentMask, expand, forward, ro
 from engine.device_trie import DeviceTrie
 from engine.quotas import beams_per_group
 from engine.row_tiles import TILE, padded
+from schemas.requests import UNSCORED
 
 _LEAST_ROWS = {"cpu": 512}  # of a part of the last level; fewer are slow matmuls
 _LEAST_ON_A_GPU = 4096
@@ -42,10 +47,18 @@ class Beams:
 
     sid: Tensor  # [B, K]
     score: Tensor  # [B, K] float32
-    pruned: Tensor  # [B] best score of any dropped prefix; -inf: nothing was dropped
+    pruned: Tensor  # [B] best score of any dropped prefix; -inf: nothing was dropped; see SidBeams
     legal_mass: Tensor  # [B]; NaN unless the norm is full_vocab
-    failed: Tensor  # [B] bool: a NaN appeared where it could have changed the results
+    failed: Tensor  # [B] bool: no score where it could have changed the results, or nothing else
     rows: Tensor  # [B] nodes forwarded
+
+    def without(self, refused: Tensor) -> Beams:
+        """Where the model gave probability 0 to something legal, `refused` `[B]` bool."""
+        none = self.score[:, 0] == -torch.inf
+        floor = torch.where(refused, float(UNSCORED), -torch.inf)
+        return replace(
+            self, pruned=torch.maximum(self.pruned, floor), failed=self.failed | (refused & none)
+        )
 
 
 def beam_search(
@@ -75,6 +88,7 @@ def beam_search(
     )
     pruned = torch.full((num_prompts,), -torch.inf, device=index.device)
     failed = torch.zeros(num_prompts, dtype=torch.bool, device=index.device)
+    refused = torch.zeros_like(failed)
     legal_mass = torch.full((num_prompts,), torch.nan, device=index.device)
     front, row_BW = root(prompts), prompts[:, None]
     rows = torch.zeros(num_prompts, dtype=torch.int64, device=index.device)
@@ -85,6 +99,7 @@ def beam_search(
             mass_BM = torch.where(children.real_BM, children.log_prob_BM.exp(), 0.0)
             legal_mass = mass_BM.sum(dim=1)
         children = mask(index, children)
+        refused = refused | children.refused_BM.any(dim=1)
         inner_nodes = int(trie.inner_nodes_at[depth + 1])
         if inner_nodes < _nodes_at(index, depth + 1):  # some semantic IDs end here
             pool = pool.collect(index, children)
@@ -97,11 +112,24 @@ def beam_search(
         front, dropped = select(index, children, row_BW, width, cap)
         pruned = torch.maximum(pruned, dropped)
         if not trie.inner_nodes_at[depth + 2]:
-            pool, nan, more = _finish(backend, context, index, front, mask, pool, depth + 1)
-            return Beams(pool.sid, pool.score, pruned, legal_mass, failed | nan, rows + more)
+            last = _finish(backend, context, index, front, mask, pool, depth + 1)
+            pool, failed, rows = last.pool, failed | last.failed, rows + last.rows
+            refused = refused | last.refused
+            break
         row_BW = forward(backend, context, index, front, prompts, depth + 1)
         rows += width
-    return Beams(pool.sid, pool.score, pruned, legal_mass, failed, rows)
+    found = Beams(pool.sid, pool.score, pruned, legal_mass, failed, rows)
+    return found.without(refused)
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """What the last level came to."""
+
+    pool: Pool
+    failed: Tensor  # [B] bool
+    refused: Tensor  # [B] bool
+    rows: Tensor  # [B] nodes forwarded
 
 
 def _finish(
@@ -112,8 +140,8 @@ def _finish(
     mask: Mask,
     pool: Pool,
     depth: int,
-) -> tuple[Pool, Tensor, Tensor]:
-    """The pool with the best of the last level; whose NaN failed and nodes forwarded, both `[B]`.
+) -> _Last:
+    """The pool with the best of the last level, and whose NaN failed.
 
     A NaN counts where its prefix could have reached the results, in whatever parts they were found.
     Between parts the host waits once, to see who needs another.
@@ -121,6 +149,7 @@ def _finish(
     num_prompts, score_BW = len(front.score_BW), front.score_BW
     nan_score = torch.full_like(score_BW[:, 0], -torch.inf)  # of the best prefix with a NaN
     rows = torch.zeros(num_prompts, dtype=torch.int64, device=index.device)
+    refused = torch.zeros(num_prompts, dtype=torch.bool, device=index.device)
     who = torch.arange(num_prompts, device=index.device)
     begin = 0
     while begin < front.width and len(who):
@@ -132,7 +161,9 @@ def _finish(
         from_BM = some.score_BW.gather(1, children.beam_BM)
         failed = torch.where(children.failed_BM, from_BM, -torch.inf).amax(dim=1)
         nan_score[who] = torch.maximum(nan_score[who], failed)
-        own = own.collect(index, mask.of(who)(index, children))
+        children = mask.of(who)(index, children)
+        refused[who] |= children.refused_BM.any(dim=1)
+        own = own.collect(index, children)
         pool.sid[who], pool.score[who] = own.sid, own.score
         rows[who] += some.width
         begin = at.stop
@@ -140,7 +171,7 @@ def _finish(
             best = front.score_BW[:, begin]
             who = _those(front.live_BW[:, begin] & (best >= pool.score[:, -1]))
     nan = (nan_score > -torch.inf) & (nan_score >= pool.score[:, -1])
-    return pool, nan, rows
+    return _Last(pool, nan, refused, rows)
 
 
 def _those(chosen: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.backend import Backend, Context, NodeBatch, Targets
 from engine.device_trie import DeviceTrie
 from engine.quotas import place_in_group
+from engine.score_norms import ROUNDING
 
 _LOW = 0xFFFFFFFF
 
@@ -46,16 +47,15 @@ class Mask:
         return replace(self, prompts=self.prompts[who])
 
     def __call__(self, index: DeviceTrie, children: Children) -> Children:
-        """The children that have an item left for their prompt keep their score."""
+        """The children that have an item left for their prompt; the others are padding."""
         prompt_BM = self.prompts[:, None].expand_as(children.node_BM)
-        score_BM = children.score_BM
+        real_BM = children.real_BM
         if self.segments is not None:
-            allowed = self.segments(prompt_BM, children.node_BM)
-            score_BM = torch.where(allowed, score_BM, -torch.inf)
+            real_BM = real_BM & self.segments(prompt_BM, children.node_BM)
         if self.dead is not None and len(self.dead):
-            gone = index.is_dead(prompt_BM, children.node_BM, self.dead)
-            score_BM = torch.where(gone, -torch.inf, score_BM)
-        return replace(children, score_BM=score_BM)
+            real_BM = real_BM & ~index.is_dead(prompt_BM, children.node_BM, self.dead)
+        score_BM = torch.where(real_BM, children.score_BM, -torch.inf)
+        return replace(children, real_BM=real_BM, score_BM=score_BM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +89,20 @@ class Children:
 
     node_BM: Tensor
     beam_BM: Tensor  # which beam it continues
-    real_BM: Tensor  # False: padding slot
+    real_BM: Tensor  # False: a padding slot, or one that its prompt must not enter
     group_BM: Tensor  # as in Front
     log_prob_BM: Tensor  # of its token
-    score_BM: Tensor  # -inf for padding, dead and failed slots
+    score_BM: Tensor  # -inf for slots that are not real, and for those that failed
 
     @property
     def failed_BM(self) -> Tensor:
-        """Whether its score is NaN."""
-        return self.log_prob_BM.isnan() & self.real_BM
+        """Whether what the model gave is no log-probability: NaN, or above 0."""
+        return (self.log_prob_BM.isnan() | (self.log_prob_BM > ROUNDING)) & self.real_BM
+
+    @property
+    def refused_BM(self) -> Tensor:
+        """Whether the model gave probability 0, where an item may stand."""
+        return (self.log_prob_BM == -torch.inf) & self.real_BM
 
 
 def root(prompts: Tensor) -> Front:
@@ -154,7 +159,8 @@ def expand(
     )
 
     score_BM = front.score_BW.gather(1, beam_BM) + log_probs
-    score_BM = torch.where(real_BM & ~score_BM.isnan(), score_BM, -torch.inf)
+    sound_BM = real_BM & (log_probs <= ROUNDING)  # False for NaN
+    score_BM = torch.where(sound_BM, score_BM, -torch.inf)
     inherited = front.group_BW.gather(1, beam_BM)
     at_level = index.quota is not None and depth + 1 == index.quota.level
     group_BM = node_BM if at_level else inherited

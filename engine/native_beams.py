@@ -149,7 +149,8 @@ def search_natively(
     valid, counts = hold_against_catalog(raw, index)
     if rescore:
         valid = _rescored(backend, context, index, valid, max_rows)
-    failed = raw.failed.copy()
+    # Beams without a score are no answer; beams with one that name no item are.
+    failed = raw.failed | ~np.isfinite(raw.score).any(axis=1)
     failed[valid.prompt[~np.isfinite(valid.score)]] = True
     num = context.num_prompts
     if compare_users:

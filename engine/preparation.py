@@ -23,6 +23,7 @@ class Prepared:
     prompts: PromptSet
     labels: LabelTokens | None
     tree_rows: Ints  # [U] nodes of each user's token tree
+    cost: Ints  # [U] rows that each user takes in a pack
     candidate_tokens: Ints  # [U] tokens of each user's candidates, one by one
     shared_tree: TokenTree | None  # of the sets that users share
     same_as: Ints  # [U] the first user whose work is the same; itself where there is none before

@@ -12,7 +12,7 @@ from engine.backend import Backend, Context
 from engine.beam_search import Beams, beam_search, join_beams, most_slots
 from engine.beam_step import SegmentMask
 from engine.device_trie import DeviceTrie
-from schemas.requests import Ints, SidBeams
+from schemas.requests import UNSCORED, Ints, SidBeams
 from schemas.settings import GenerateSettings
 
 _MAX_SLOTS = 1 << 24  # child slots of the beams that step together; bounds a step's memory
@@ -76,7 +76,7 @@ class _HostBeams:
     def uncertified(self) -> Ints:
         """Users whose worst result does not beat what was dropped, or who lack results for it."""
         worst = self._score[:, -1]  # -inf when there are fewer than k
-        certified = (worst > self._pruned) | (self._pruned == -np.inf)
+        certified = (worst > self._pruned) | (self._pruned <= UNSCORED)  # which no width changes
         return np.flatnonzero(~certified & ~self.failed).astype(np.int64)
 
     def replace(self, users: Ints, beams: Beams, width: int) -> None:

@@ -7,9 +7,8 @@ prefill.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +18,11 @@ from engine.backend import Backend, Context
 from engine.beam_search import rows_per_prompt
 from engine.beam_step import SegmentMask
 from engine.candidate_trees import CandidateTrees, without_forbidden
+from engine.checked_backend import checked, forwarded
+from engine.cutting import Cutter
 from engine.device_trie import DeviceTrie, to_device
 from engine.exclusions import EligibleTrie, dead_nodes
-from engine.item_scoring import score_in_parts
+from engine.item_scoring import score_in_parts, unsound
 from engine.label_scoring import label_items
 from engine.labels import LabelReader
 from engine.native_beams import NativeBackend, search_natively, uses_native_beams
@@ -33,7 +34,7 @@ from engine.sid_trie import SidTrie
 from engine.tokenizer import Tokenizer, bind_space, load_tokenizer
 from engine.user_projector import UserProjector, load_projector
 from engine.widening import search
-from schemas.errors import EngineError, NightshelfError
+from schemas.errors import EngineError, NightshelfError, is_panic
 from schemas.requests import (
     BatchResult,
     CandidateSets,
@@ -47,10 +48,8 @@ from schemas.requests import (
 from schemas.semantic_ids import ItemTokens, TextTokens
 from schemas.settings import GenerateSettings, RunConfig
 
-T = TypeVar("T")
-
 _ROWS = 8192  # packed together where memory says nothing
-_LEAST_ROWS = 256  # below this it is not the pack that does not fit
+_OUT_OF_MEMORY = "out of memory"  # as CUDA and TensorRT-LLM say it without a type of its own
 
 
 class Engine:
@@ -58,7 +57,7 @@ class Engine:
 
     def __init__(self, config: RunConfig, trie: SidTrie | None, backend: Backend) -> None:
         self._config = config
-        self._backend = backend
+        self._backend = backend = checked(backend)
         tokenizer = load_tokenizer(config)
         facts = backend.facts
         tokens = _item_tokens(config, trie, tokenizer, facts.vocab_size)
@@ -70,6 +69,7 @@ class Engine:
             )
         wanted = config.engine.max_batch_tokens
         self._max_rows = (facts.rows_that_fit or _ROWS) if wanted == "auto" else wanted
+        self._cutter = Cutter(facts.device)
         self._label: LabelReader | None = None
         if config.task.label is not None:
             self._label = LabelReader(config.task.label, tokenizer, facts.vocab_size)
@@ -142,11 +142,13 @@ class Engine:
         same_as = same_work(users, prompts, labels, usable, items=self._config.task.embed is None)
         budget = PackingBudget(self._max_rows, self._config.engine.max_batch_users)
         packs = pack_distinct(prompts.lengths, rows, usable, same_as, budget)
+        self._cutter.forget()
         return Prepared(
             users=users,
             prompts=prompts,
             labels=labels,
             tree_rows=nodes,
+            cost=prompts.lengths + rows,
             candidate_tokens=candidate_tokens,
             shared_tree=shared_tree,
             same_as=same_as,
@@ -157,38 +159,21 @@ class Engine:
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
         """Everything the task asks for about the users of one pack, numbered as in `pack`.
 
-        A pack that does not fit in the device's memory is cut in two, and later ones are packed
-        smaller.
+        A pack that does not fit in the device's memory is cut in two.
         """
-        return BatchResult.join(self._cut_to_fit(self._run_distinct, prepared, pack))
+        parts = self._cutter.cut(self._run_distinct, prepared, pack, self._max_rows)
+        return BatchResult.join(parts)
 
-    def _cut_to_fit(
-        self, work: Callable[[Prepared, Ints], T], prepared: Prepared, pack: Ints
-    ) -> list[T]:
-        """Work on the pack, or, where memory does not hold it, on its halves in turn; from then on
-        half as many rows are packed together."""
-        try:
-            return [work(prepared, pack)]
-        except torch.OutOfMemoryError:
-            if len(pack) == 1 and self._max_rows <= _LEAST_ROWS:
-                raise
-        self._max_rows = max(_LEAST_ROWS, self._max_rows // 2)
-        if self._backend.facts.device.type == "cuda":
-            torch.cuda.empty_cache()  # of what the failed attempt held
-        halves = [part for part in np.array_split(pack, 2) if len(part)]
-        return [one for half in halves for one in self._cut_to_fit(work, prepared, half)]
-
-    def _run_distinct(self, prepared: Prepared, pack: Ints) -> BatchResult:
+    def _run_distinct(self, prepared: Prepared, pack: Ints, max_rows: int) -> BatchResult:
         """Users whose work is the same are run once."""
         distinct, of = np.unique(prepared.same_as[pack], return_inverse=True)
         if len(distinct) == len(pack):
-            return self._run(prepared, pack)
-        return self._run(prepared, distinct).spread(of.reshape(-1))
+            return self._run(prepared, pack, max_rows)
+        return self._run(prepared, distinct, max_rows).spread(of.reshape(-1))
 
     @torch.inference_mode()
-    def _run(self, prepared: Prepared, pack: Ints) -> BatchResult:
+    def _run(self, prepared: Prepared, pack: Ints, max_rows: int) -> BatchResult:
         users = prepared.users.take(pack)
-        max_rows = self._max_rows
         candidates = users.candidates if self._config.task.uses_candidates else None
         max_nodes = 0
         if candidates is not None:
@@ -204,19 +189,20 @@ class Engine:
         failed = np.zeros(users.num_users, dtype=bool)
         scored = generated = native = None
         if candidates is not None:
-            scored, tree_rows = self._score(context, prepared, pack, candidates)
+            scored, tree_rows = self._score(context, prepared, pack, candidates, max_rows)
             rows += tree_rows
-            failed[scored.user[~np.isfinite(scored.score)]] = True
             naive += candidates.lengths * prompt_rows + prepared.candidate_tokens[pack]
             scored = without_forbidden(scored, users)
+            labels = prepared.labels.of_user.lengths[pack] if prepared.labels else None
+            failed[scored.user[unsound(scored, labels)]] = True
         if self._config.task.generate is not None:
             generated, beams_failed, beam_rows_used, native = self._generate(
-                context, users, self._config.task.generate
+                context, users, self._config.task.generate, max_rows
             )
             failed |= beams_failed
             rows += beam_rows_used
             naive += generated.width * (prompt_rows + self._trie.depth - 1)
-        sent: Ints | None = getattr(context, "forwarded", None)  # engine/backend.py, Context
+        sent = forwarded(context)
         return BatchResult(
             num_users=users.num_users,
             scored=scored,
@@ -234,10 +220,12 @@ class Engine:
 
     def embed(self, prepared: Prepared, pack: Ints) -> np.ndarray:
         """Embeddings of the users of one pack `[users, hidden]` float32; cut in two like `run`."""
-        return np.concatenate(self._cut_to_fit(self._embed, prepared, pack))
+        parts = self._cutter.cut(self._embed, prepared, pack, self._max_rows)
+        return np.concatenate(parts)
 
     @torch.inference_mode()
-    def _embed(self, prepared: Prepared, pack: Ints) -> np.ndarray:
+    def _embed(self, prepared: Prepared, pack: Ints, max_rows: int) -> np.ndarray:
+        del max_rows  # a prompt is never cut
         settings = self._config.task.embed
         assert settings is not None, "the task does not embed"
         pack, of = np.unique(prepared.same_as[pack], return_inverse=True)
@@ -249,10 +237,15 @@ class Engine:
         return out.cpu().numpy()[of.reshape(-1)]
 
     def _score(
-        self, context: Context, prepared: Prepared, pack: Ints, candidates: CandidateSets
+        self,
+        context: Context,
+        prepared: Prepared,
+        pack: Ints,
+        candidates: CandidateSets,
+        max_rows: int,
     ) -> tuple[ItemScores, Ints]:
         """Scores, or labels, of all candidates; and the nodes forwarded per user."""
-        task, max_rows = self._config.task, self._max_rows
+        task = self._config.task
         lists = candidates.lists()
         tree = self._trees.of_pack(prepared.shared_tree, candidates)
         if task.label is None:
@@ -326,7 +319,7 @@ class Engine:
         return self._projector(vectors) if self._projector else vectors
 
     def _generate(
-        self, context: Context, users: UserBatch, settings: GenerateSettings
+        self, context: Context, users: UserBatch, settings: GenerateSettings, max_rows: int
     ) -> tuple[SidBeams, np.ndarray, Ints, NativeBeams | None]:
         """Beams of all users; with `exact`, again and wider for those not certified."""
         k = min(self._config.task.k, self._trie.num_sids)
@@ -339,7 +332,7 @@ class Engine:
                 k=k,
                 rescore=settings.rescore,
                 compare_users=settings.compare_users,
-                max_rows=self._max_rows,
+                max_rows=max_rows,
             )
             steps = self._trie.depth - 1  # tokens that are fed back; the last one is not
             return beams, failed, beams.width * steps, counts
@@ -384,14 +377,17 @@ def open_engine(config: RunConfig, trie: SidTrie | None) -> Iterator[Engine]:
     try:
         backend = create_backend(config.engine)
         engine = Engine(config, trie, backend)
-    except NightshelfError:
-        raise
-    except Exception as err:  # of any of the libraries below; a worker must not end in a traceback
+    except BaseException as err:  # of any of the libraries below; a worker must not end in a trace
+        if isinstance(err, NightshelfError) or not (isinstance(err, Exception) or is_panic(err)):
+            raise
+        do = "The message is that of a library: see docs/operations.md, or run nightshelf doctor."
+        if isinstance(err, MemoryError | torch.OutOfMemoryError) or _OUT_OF_MEMORY in str(err):
+            do = "Use a smaller model or dtype, or fewer workers on the device."
         raise EngineError(
             "the engine cannot start",
             got=f"{type(err).__name__}: {err}",
             where=f"backend {config.engine.backend}, model {config.engine.model}",
-            do="Out of memory: use a smaller model or dtype, or fewer workers on the device.",
+            do=do,
         ) from err
     try:
         yield engine

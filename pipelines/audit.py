@@ -27,6 +27,7 @@ def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
     gates = [
         _conservation(plan, counts, receipts),
         staged_files(plan, receipts),
+        _not_empty(plan, counts),
         *(_embedding_gates if plan.config.task.embed else _list_gates)(plan, receipts, counts),
         threshold(
             "coverage",
@@ -107,6 +108,17 @@ def _conservation(plan: RunPlan, counts: Counts, receipts: list[ShardReceipt]) -
     if sorted(receipt.shard for receipt in receipts) != list(range(plan.num_shards)):
         problems.append("the receipts are not one per shard")
     return count("conservation", len(problems), "; ".join(problems))
+
+
+def _not_empty(plan: RunPlan, counts: Counts) -> GateResult:
+    """A run of users that comes to no row would empty its partition."""
+    allowed = plan.config.audit.allow_empty
+    return threshold(
+        "not_empty",
+        float(counts.rows_staged),
+        "rows; audit.allow_empty is set" if allowed else "rows; none needs audit.allow_empty",
+        least=None if allowed else 1.0,
+    )
 
 
 def staged_files(plan: RunPlan, receipts: list[ShardReceipt]) -> GateResult:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.catalog import Catalog
-from schemas.requests import BatchResult, Eligibility, Ints, Ragged, place_within
+from schemas.requests import UNSCORED, BatchResult, Eligibility, Ints, Ragged, place_within
 from schemas.settings import CollisionPolicy, QuotaSettings
 
 SOURCES = np.asarray(["score", "generate", "label"])
@@ -32,6 +32,7 @@ class Ranked:
     source: NDArray[np.int64]  # [M] index into SOURCES
     labels: NDArray[np.float32] | None  # [M, most labels]; see ItemScores
     exact: NDArray[np.bool_]  # [U]
+    unscored: NDArray[np.bool_]  # [U] a list that is short for want of scores by the model
     returned: NDArray[np.int32]  # [U]
 
 
@@ -72,6 +73,10 @@ def rank_batch(
     labels = None
     if result.scored is not None and result.scored.labels is not None:
         labels = result.scored.labels[rows.entry]
+    returned = np.bincount(rows.user, minlength=result.num_users).astype(np.int32)
+    unscored = np.zeros(result.num_users, dtype=bool)
+    if result.generated is not None:
+        unscored = (result.generated.pruned == UNSCORED) & (returned < k)
     return Ranked(
         user=rows.user,
         rank=rank.astype(np.int32),
@@ -80,7 +85,8 @@ def rank_batch(
         source=rows.source,
         labels=labels,
         exact=_certified(result, rows.user, rows.score, rank, k),
-        returned=np.bincount(rows.user, minlength=result.num_users).astype(np.int32),
+        unscored=unscored,
+        returned=returned,
     )
 
 

@@ -34,6 +34,7 @@ class ShardScores:
     source: Ints
     labels: NDArray[np.float32] | None  # [M, most labels] of task.label, NaN behind a user's own
     exact: NDArray[np.bool_]  # [U]
+    unscored: NDArray[np.bool_]  # [U] a list that is short for want of scores by the model
     returned: NDArray[np.int32]  # [U]
     legal_mass: NDArray[np.float32]  # [U] NaN: not known
     prompt_tokens: Ints  # [U]
@@ -92,6 +93,7 @@ class _Lists:
         self._rejected = np.zeros(num, dtype=bool)
         self._rejected[[r.user for r in prepared.rejections]] = True
         self._exact = np.zeros(num, dtype=bool)
+        self._unscored = np.zeros(num, dtype=bool)
         self._returned = np.zeros(num, dtype=np.int32)
         self._legal_mass = np.full(num, np.nan, dtype=np.float32)
         self._rows = np.zeros(num, dtype=np.int64)
@@ -117,6 +119,7 @@ class _Lists:
         rejections = [Rejection(int(u), *_NOT_A_NUMBER) for u in failed]
         self._quarantined += quarantine(self._shard, rejections)
         self._exact[pack], self._returned[pack] = ranked.exact, ranked.returned
+        self._unscored[pack] = ranked.unscored
         self._rows[pack], self._rows_naive[pack] = result.rows, result.rows_naive
         self._reused[pack] = self._prepared.reused_tokens[pack]
         if result.generated is not None:
@@ -142,6 +145,7 @@ class _Lists:
             source=joined("source", np.int64),
             labels=_label_scores([r for _, r in parts], order) if self._task.label else None,
             exact=self._exact,
+            unscored=self._unscored,
             returned=self._returned,
             legal_mass=self._legal_mass,
             prompt_tokens=self._prepared.prompt_tokens,
@@ -157,7 +161,10 @@ class _Lists:
         )
 
 
-_NOT_A_NUMBER = ("score_not_finite", "the model gave NaN or -inf for this user")
+_NOT_A_NUMBER = (
+    "score_not_finite",
+    "the model gave NaN, -inf or a log-probability above 0 where this user needs a score",
+)
 
 
 def _label_scores(parts: list[Ranked], order: Ints) -> NDArray[np.float32]:

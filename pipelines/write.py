@@ -146,6 +146,7 @@ def _reasons(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> np.ndarra
     if plan.config.task.generate is not None:
         reason[short & scores.exact] = "catalog_exhausted"
         reason[short & ~scores.exact] = "beam_exhausted"
+        reason[scores.unscored] = "model_gave_no_score"
         return reason
     candidates = shard.users.candidates
     assert candidates is not None, "a scoring run has candidates"

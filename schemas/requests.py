@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+UNSCORED = np.finfo(np.float32).min  # "score" of what the model gave probability 0
 T = TypeVar("T", bound=np.generic)
 
 
@@ -249,7 +250,7 @@ class SidBeams:
     user: Ints  # [M]
     sid: Ints  # [M]
     score: NDArray[np.float32]  # [M], nats
-    pruned: NDArray[np.float32]  # [U] best score of any prefix dropped on the way; -inf: none was
+    pruned: NDArray[np.float32]  # [U] best score of a prefix that was dropped; -inf: none was
     legal_mass: NDArray[np.float32]  # [U] probability that the first token stays in the catalog
     width: Ints  # [U] widest level that was forwarded
 
@@ -301,7 +302,7 @@ class BatchResult:
     num_users: int
     scored: ItemScores | None
     generated: SidBeams | None
-    failed: NDArray[np.bool_]  # [U] NaN or -inf appeared: nothing of this user may be used
+    failed: NDArray[np.bool_]  # [U] no score where one was needed: nothing of it may be used
     rows: Ints  # [U] rows forwarded through the model for this user, the prompt's included
     rows_naive: Ints  # [U] rows if every candidate and every beam sent the prompt again
     native: NativeBeams | None = None  # where generated items come from the engine's own beams

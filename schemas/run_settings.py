@@ -180,6 +180,9 @@ class AuditSettings(Section):
     items and scores are always checked and always refuse; the others have limits, and those that
     `warn` names do not refuse."""
 
+    allow_empty: bool = Field(
+        False, description="Whether a run without a single row may be published, and empty a table"
+    )
     min_coverage: Share = Field(0.0, description="Least share of users that got a result")
     max_quarantine_rate: Share = Field(0.5, description="Largest share of users quarantined")
     max_unknown_history: Share = Field(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.trtllm_backend.context import TrtllmContext
+from engine.trtllm_backend.encode_engine import check_outputs
 from engine.trtllm_backend.errors import running, starting
 from engine.trtllm_backend.library import Library
 from engine.trtllm_backend.memory import BeamPlan
@@ -128,6 +129,7 @@ class BeamEngine:
             use_tqdm=False,
             **more,
         )
+        check_outputs([prompt for prompt, _ in requests], found)
         return found
 
     def _alone(self, request: tuple[dict[str, Any], str | None]) -> Any:

@@ -20,6 +20,7 @@ from engine.trtllm_backend.library import Library
 from engine.trtllm_backend.memory import EncodePlan
 from engine.trtllm_backend.packing import LONGEST_ITEM, Call, CallBudget, Request
 from engine.trtllm_backend.tensor_route import HIDDEN_ONLY, SOFT_POSITIONS, SOFT_VECTORS
+from schemas.errors import EngineError
 from schemas.requests import Ints
 from schemas.settings import EngineSettings
 
@@ -87,6 +88,14 @@ class EncodeEngine:
             copy_logits_to_host=False,
             **tensors,
         )
+        check_outputs(prompts, outputs)
+        for output, prompt in zip(outputs, prompts, strict=True):
+            if len(output.logits) != len(prompt["prompt_token_ids"]):
+                raise EngineError(
+                    "TensorRT-LLM's encode engine does not give a row per token",
+                    expected=f"{len(prompt['prompt_token_ids'])} rows",
+                    got=str(tuple(output.logits.shape)),
+                )
         if self._plugin:
             return [output.logits for output in outputs]
         # A head may be padded for its kernel; what is behind the vocabulary is nothing.
@@ -112,6 +121,32 @@ class EncodeEngine:
             SOFT_POSITIONS: torch.from_numpy(positions).to(device),
             SOFT_VECTORS: context.soft_vectors[torch.from_numpy(which).to(device)],
         }
+
+
+def check_outputs(prompts: list[dict[str, Any]], outputs: list[Any]) -> None:
+    """An output for each prompt, in the order of the prompts: by their tokens, where an output
+    carries them. With vectors only their number is known, since others stand for their tokens.
+
+    Raises:
+        EngineError: it is not so, and which output is whose cannot be known.
+    """
+    wrong = None
+    if len(outputs) != len(prompts):
+        wrong = f"{len(outputs)} outputs"
+    for place, (prompt, output) in enumerate(zip(prompts, outputs, strict=False)):
+        sent = prompt.get("prompt_token_ids")
+        echoed = getattr(output, "prompt_token_ids", None)
+        if sent is None or echoed is None or wrong is not None:
+            continue
+        if list(echoed) != sent:
+            wrong = f"output {place} is of another prompt"
+    if wrong is not None:
+        raise EngineError(
+            "TensorRT-LLM's outputs are not those of the prompts it was given",
+            expected=f"{len(prompts)} outputs, in the order of the prompts",
+            got=wrong,
+            do="Nothing of this shard is kept; see docs/trtllm.md for the versions that are known.",
+        )
 
 
 def as_prompt(tokens: Ints, part_lens: list[int] | None) -> dict[str, Any]:

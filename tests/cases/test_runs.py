@@ -113,7 +113,8 @@ def test_a_rerun_with_nothing_to_say_clears_its_date_and_no_other(nightshelf, tm
     nightshelf("run", config, "--ds", "2026-11-29")
     assert part_files(tmp_path)
     exclude_everything(tmp_path, tables)
-    summary = nightshelf("run", config, "--output", "json").json
+    allowed = ("--set", "audit.allow_empty=true", "--output", "json")
+    summary = nightshelf("run", config, *allowed).json
     assert (summary["rows_published"], summary["users_without_eligible"]) == (0, 40)
     (empty,) = part_files(tmp_path)
     assert pl.read_parquet(empty).is_empty()

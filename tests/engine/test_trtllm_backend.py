@@ -458,3 +458,24 @@ def test_a_quantised_checkpoint_is_known_by_its_files(tmp_path, file, content, f
         path.write_text(json.dumps(old | content))
     facts = read_checkpoint(EngineSettings(backend="trtllm", model=str(model), dtype="bfloat16"))
     assert facts.quantised == found
+
+
+@pytest.mark.parametrize("fault", ["outputs_reversed", "output_missing", "output_doubled"])
+@pytest.mark.parametrize("plugin", ["auto", "off"])
+def test_outputs_of_other_prompts_are_refused(start, double, model_folder, fault, plugin):
+    backend = start(plugin=plugin, multi_item="off")
+    work = Work(model_folder)
+    assert torch.allclose(work.score(backend), work.want(), atol=1e-5)
+    double.FAULTS.add(fault)
+    with pytest.raises(EngineError, match="not those of the prompts it was given"):
+        work.score(backend)
+
+
+@pytest.mark.parametrize("fault", ["outputs_reversed", "output_missing", "output_doubled"])
+def test_beams_of_other_prompts_are_refused(start, double, fault):
+    backend = start()
+    backend.start_beams(width=4, steps=3, prompt_tokens=40)
+    context = backend.prefill(prompts_of([[5, 7, 9], [2, 3]]), 0)
+    double.FAULTS.add(fault)
+    with pytest.raises(EngineError, match="not those of the prompts it was given"):
+        backend.native_beams(context)

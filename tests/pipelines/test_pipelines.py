@@ -326,9 +326,9 @@ def test_a_right_run_passes_every_gate(finished):
     report = audit_run(*finished)
     assert not report.refused
     assert {gate.gate for gate in report.gates} == {
-        "conservation", "staged_files", "duplicates", "ranks", "scores", "catalog_validity",
-        "excluded_items", "ineligible_items", "rows", "coverage", "quarantine_rate", "rows_min",
-        "rows_p5", "exact_share", "legal_mass", "score_drift", "overlap", "row_change",
+        "conservation", "staged_files", "not_empty", "duplicates", "ranks", "scores",
+        "catalog_validity", "excluded_items", "ineligible_items", "rows", "coverage",
+        "quarantine_rate", "rows_min", "rows_p5", "exact_share", "legal_mass", "score_drift", "overlap", "row_change",
         "unknown_history", "history_rows", "distinct_lists",
     }  # fmt: skip
 

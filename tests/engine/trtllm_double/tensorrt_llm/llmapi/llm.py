@@ -35,6 +35,17 @@ class EncoderOutput:
     prompt: str | None = None
 
 
+def _disordered(outputs: list[Any]) -> list[Any]:
+    """Outputs as a build with a fault gives them."""
+    if "outputs_reversed" in FAULTS and len(outputs) > 1:
+        return outputs[::-1]
+    if "output_missing" in FAULTS and len(outputs) > 1:
+        return outputs[:-1]
+    if "output_doubled" in FAULTS and len(outputs) > 1:
+        return [*outputs, outputs[-1]]
+    return outputs
+
+
 class LLM:
     """See the package. Arguments and their defaults are the contract's."""
 
@@ -130,7 +141,9 @@ class LLM:
             return [EncoderOutput(out[i], t) for i, t in enumerate(tokens)]
         if part_lens and "delimiter_shift" in FAULTS:
             out = out.roll(1, dims=0)
-        return [EncoderOutput(rows, t) for rows, t in zip(out.split(lengths), tokens, strict=True)]
+        return _disordered(
+            [EncoderOutput(rows, t) for rows, t in zip(out.split(lengths), tokens, strict=True)]
+        )
 
     def _checked(self, inputs) -> tuple[list[list[int]], list[list[int]]]:
         tokens, part_lens = [], []
@@ -188,10 +201,12 @@ class LLM:
         prepared = [self._preprocess(one, params) for one in inputs]
         for ids, _ in prepared:
             self._admit(ids, params)
-        return [
-            self._one(ids, data, params, salt)
-            for (ids, data), salt in zip(prepared, salts, strict=True)
-        ]
+        return _disordered(
+            [
+                self._one(ids, data, params, salt)
+                for (ids, data), salt in zip(prepared, salts, strict=True)
+            ]
+        )
 
     def _preprocess(self, one, params) -> tuple[list[int], MultimodalParams | None]:
         if params.end_id is None and self._tokenizer is None:

@@ -16,6 +16,7 @@ from schemas.errors import ConfigError, quoted
 from schemas.section import (
     LONGEST_LIST,
     Count,
+    Flag,
     Name,
     Number,
     Place,
@@ -180,7 +181,7 @@ class AuditSettings(Section):
     items and scores are always checked and always refuse; the others have limits, and those that
     `warn` names do not refuse."""
 
-    allow_empty: bool = Field(
+    allow_empty: Flag = Field(
         False, description="Whether a run without a single row may be published, and empty a table"
     )
     min_coverage: Share = Field(0.0, description="Least share of users that got a result")

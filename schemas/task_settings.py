@@ -136,7 +136,7 @@ class TaskSettings(Section):
     eligibility: str | None = Field(
         None, description="Items a user may get, by catalog attributes; see schemas/eligibility.py"
     )
-    exclude_history: bool = Field(
+    exclude_history: Flag = Field(
         False, description="Never recommend an item of the user's own history column"
     )
     score: ScoreSettings | None = Field(None, description="{}: score the candidates")

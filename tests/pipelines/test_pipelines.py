@@ -328,7 +328,8 @@ def test_a_right_run_passes_every_gate(finished):
     assert {gate.gate for gate in report.gates} == {
         "conservation", "staged_files", "not_empty", "duplicates", "ranks", "scores",
         "catalog_validity", "excluded_items", "ineligible_items", "rows", "coverage",
-        "quarantine_rate", "rows_min", "rows_p5", "exact_share", "legal_mass", "score_drift", "overlap", "row_change",
+        "quarantine_rate", "rows_min", "rows_p5", "exact_share", "legal_mass", "score_drift",
+        "overlap", "row_change",
         "unknown_history", "history_rows", "distinct_lists",
     }  # fmt: skip
 

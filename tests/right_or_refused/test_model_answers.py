@@ -139,6 +139,10 @@ def test_beams_hold_what_the_model_scores_and_say_what_it_does_not(seed, dead, k
     prompts = random_prompts(rng, 4)
     context = backend.prefill(prompts_of(prompts), 1000)
     masked = rng.random((4, trie.num_nodes)) < 0.2
+    for node in range(trie.num_nodes - 1, -1, -1):  # one without an item left below it is too
+        children = slice(int(trie.first_child[node]), int(trie.first_child[node + 1]))
+        if children.stop > children.start:
+            masked[:, node] |= masked[:, children].all(axis=1)
     keys = np.flatnonzero(masked.reshape(-1)).astype(np.int64)
     beams = beam_search(
         backend, context, index, prompts=torch.arange(4), widths=(width,) * trie.depth, k=k,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipelines.storage_errors import retried, translated
 from pipelines.stores import can_rename, filesystem, has_whole_puts, local_path, make_folder
+
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 @contextmanager
@@ -80,6 +83,8 @@ def _put(fs: fsspec.AbstractFileSystem, draft: str, path: str) -> None:
 def create(path: str, data: bytes) -> bool:
     """Create a file that is whole when it appears; False when the name is taken.
 
+    On a mount without hard links it is empty for an instant before it is whole.
+
     Raises:
         AccessError: nothing may be written there.
         StorageError: it cannot be written.
@@ -106,7 +111,14 @@ def _link(path: str, data: bytes) -> None:
             handle.write(data)
             handle.flush()
             os.fsync(handle.fileno())
-        os.link(draft, path)
+        try:
+            os.link(draft, path)
+        except OSError as err:
+            if err.errno not in _NO_LINKS:
+                raise
+            # A mount without hard links: the name is taken first, and gets its content after that.
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            os.replace(draft, path)
     finally:
         with suppress(OSError):
             os.remove(draft)

@@ -89,7 +89,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         check_types(config.task.eligible, schemas["users"], schemas["catalog"])
     check_model(config, load_tokenizer(config))
     check_writable(config)
-    check_output(config)
+    check_output(config, user_id, item_id)
 
     hashes = {
         "config": _hash_config(config),

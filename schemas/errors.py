@@ -17,6 +17,7 @@ NightshelfError                 1   something we did not foresee, still said in 
 │       └── ConflictError       4   somebody else changed the same partition meanwhile
 ├── EngineError                 5   the engine cannot start
 └── AuditRefusedError           6   a gate refused; what was published before stays
+    ├── WithdrawnError          6   the run was taken back; only a person publishes it again
     └── ComparisonRefusedError  6   two runs differ by more than was allowed
 """
 
@@ -190,6 +191,12 @@ class AuditRefusedError(NightshelfError):
     """An audit gate refused to publish the run."""
 
     exit_code, kind = 6, "audit"
+
+
+class WithdrawnError(AuditRefusedError):
+    """A run was taken back by a person, and only a person publishes it again."""
+
+    kind = "withdrawn"
 
 
 class ComparisonRefusedError(AuditRefusedError):

@@ -13,11 +13,12 @@ from pipelines.preflight.catalog import check_items
 from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.model import check_engine
 from pipelines.preflight.samples import check_samples
-from pipelines.preflight.tables import check_tables
+from pipelines.preflight.tables import TablesSeen, check_tables
 from pipelines.publish import check_output
 from schemas.config_problems import ConfigReport, inspect_config
 from schemas.errors import ConfigError
 from schemas.settings import RunConfig
+from schemas.tables import IdType
 
 __all__ = ["Findings", "Problem", "preflight"]
 
@@ -61,11 +62,13 @@ def preflight(
     if "catalog" in tables.tables:
         item_ids = check_items(config, tables.tables["catalog"], findings)
     check_samples(config, tables, item_ids, findings)
-    _check_places(report, config, findings)
+    _check_places(report, config, tables, findings)
     return findings
 
 
-def _check_places(report: ConfigReport, config: RunConfig, findings: Findings) -> None:
+def _check_places(
+    report: ConfigReport, config: RunConfig, tables: TablesSeen, findings: Findings
+) -> None:
     """Where the run writes."""
     if report.is_repaired("output.path") or "{ds}" in config.output.path:
         return
@@ -79,4 +82,9 @@ def _check_places(report: ConfigReport, config: RunConfig, findings: Findings) -
             field="output.path",
             remedy="Publish to another place, or make the table there fit.",
         ):
-            check_output(config)
+            check_output(config, tables.type_of("users", "user_id"), _items(config, tables))
+
+
+def _items(config: RunConfig, tables: TablesSeen) -> IdType | None:
+    """The type of item ids; a run without a catalog has texts."""
+    return tables.type_of("catalog", "item_id") if config.needs_items else "string"

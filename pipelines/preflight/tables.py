@@ -26,7 +26,14 @@ from schemas.eligibility import attributes, user_columns
 from schemas.errors import EngineError, NightshelfError, TableError
 from schemas.runs import InputFile, InputTable
 from schemas.settings import TABLE, RunConfig
-from schemas.tables import CANDIDATES, USER_EXCLUSIONS, CandidateShape, TableContract, id_type
+from schemas.tables import (
+    CANDIDATES,
+    USER_EXCLUSIONS,
+    CandidateShape,
+    IdType,
+    TableContract,
+    id_type,
+)
 
 _UNKNOWN_DATE = "{ds}"
 _IDS = ("user_id", "item_id", "item_ids", "history", USER_EXCLUSIONS)
@@ -53,6 +60,13 @@ class TablesSeen:
     tables: dict[str, TableSeen]
     shape: CandidateShape | None
     vector_dim: int | None
+
+    def type_of(self, table: str, column: str) -> IdType | None:
+        """The type of ids in a column; None where that is not known."""
+        seen = self.tables.get(table)
+        if seen is None or column in seen.bad_columns or column not in seen.schema.names:
+            return None
+        return id_type(seen.schema.field(column).type)
 
 
 def check_tables(report: ConfigReport, config: RunConfig, findings: Findings) -> TablesSeen:

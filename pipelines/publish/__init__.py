@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+from typing import get_args
+
+import pyarrow as pa
+
+from pipelines import files
 from pipelines.publish.names import NULL_PARTITION
 from pipelines.publish.parquet import ParquetTable, read_current
-from pipelines.publish.rows import RunRows
+from pipelines.publish.rows import RunRows, published_schema
 from pipelines.publish.table import PublishedTable
-from schemas.errors import ConfigError, quoted
+from schemas.errors import ConfigError, WithdrawnError, quoted
 from schemas.runs import Published, RunPlan, ShardReceipt
 from schemas.settings import RunConfig
+from schemas.tables import QUARANTINE, IdType
 
 __all__ = ["check_output", "open_table", "publish_quarantine", "publish_run", "read_current"]
 
 
-def publish_run(plan: RunPlan, receipts: list[ShardReceipt]) -> Published:
+def publish_run(
+    plan: RunPlan, receipts: list[ShardReceipt], *, republish: bool = False
+) -> Published:
     """Publish a run that passed its audit, in the configured format.
 
     Publishing a run twice, or a new run over an old one, leaves exactly one set of rows; a run
     without rows leaves an empty partition.
 
+    Args:
+        republish: also a run that was taken back.
+
     Raises:
+        WithdrawnError: it was taken back by `rollback` or `unpublish`.
+        ConfigError: the table cannot hold its rows.
         ConflictError: another publisher changed the partition meanwhile.
         StorageError: the table could not be read or written; publishing again completes it.
     """
-    rows = RunRows(plan=plan, receipts=tuple(receipts))
-    return open_table(plan.config, ds=plan.ds).replace(rows)
+    table = open_table(plan.config, ds=plan.ds)
+    if not republish and table.is_withdrawn(plan.run_id):
+        raise WithdrawnError(
+            "the run was taken back, and is not published again by itself",
+            got=f"run {plan.run_id}",
+            where=plan.config.output.path,
+            do="What is published stays. To publish it all the same: nightshelf run --republish, "
+            "or nightshelf rollback --run.",
+        )
+    return table.replace(RunRows(plan=plan, receipts=tuple(receipts)))
 
 
 def publish_quarantine(plan: RunPlan, receipts: list[ShardReceipt]) -> Published | None:
@@ -72,15 +95,62 @@ def open_table(
     return ParquetTable(output.path, ds, config.surface)
 
 
-def check_output(config: RunConfig) -> None:
-    """Say before a run what would stop its publish.
+def check_output(
+    config: RunConfig, user_id: IdType | None = None, item_id: IdType | None = None
+) -> None:
+    """Say before a run what would stop its publish. The types of ids may not be known yet.
 
     Raises:
-        ConfigError: a package is missing, a place cannot be written, or the table that is there
-            has other columns or partitions.
+        ConfigError: a package is missing, a place cannot be written, or what is there cannot be
+            published to: another format, columns, partitions, features, files of somebody else.
+        StorageError: the table could not be read.
     """
     if config.surface == NULL_PARTITION:
         raise ConfigError(
             "surface is the name that tables give to null", got=quoted(NULL_PARTITION)
         )
-    open_table(config).check(config)
+    _check_quarantine_apart(config)
+    table = open_table(config)
+    users, items = ([one] if one else get_args(IdType) for one in (user_id, item_id))
+    problems = []
+    for ids in itertools.product(users, items):
+        try:
+            table.check(published_schema(config, *ids))
+        except ConfigError as err:
+            problems.append(err)
+            if "another type" not in str(err):
+                break
+        else:
+            problems = []
+            break
+    if problems:
+        raise problems[0]
+    if config.output.quarantine is not None:
+        names = [name for name in QUARANTINE.names if name not in ("ds", "surface")]
+        schema = pa.schema([QUARANTINE.field(name) for name in names])
+        open_table(config, quarantine=True).check(schema)
+
+
+def _check_quarantine_apart(config: RunConfig) -> None:
+    """The quarantine is a table of its own: in the other's place each would replace the other."""
+    output = config.output
+    if output.quarantine is None:
+        return
+    if output.format == "iceberg":
+        mixed = output.quarantine == output.table_name
+    else:
+        mine, theirs = (_place(path) for path in (output.path, output.quarantine))
+        mixed = f"{mine}/".startswith(f"{theirs}/") or f"{theirs}/".startswith(f"{mine}/")
+    if mixed:
+        raise ConfigError(
+            "output.quarantine is in the place of the table",
+            expected="a table of its own, beside the other",
+            got=quoted(output.quarantine),
+            field="output.quarantine",
+        )
+
+
+def _place(path: str) -> str:
+    """A path as one text, however it is written."""
+    local = files.local_path(path)
+    return (os.path.realpath(local) if local is not None else path).rstrip("/")

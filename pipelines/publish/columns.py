@@ -6,27 +6,13 @@ import pyarrow as pa
 
 from schemas.column_types import is_list
 from schemas.errors import ConfigError
-from schemas.settings import RunConfig
-from schemas.tables import embeddings_schema, recommendations_schema
 
-_PARTITION = ("ds", "surface")
 _OPTIONAL = {"labels"}  # of label scoring only; null in rows of other tasks
-_WIDE = ("user_id", "items", "exact", "run_id")
-
-
-def check_columns(config: RunConfig, there: pa.Schema, where: str) -> None:
-    """Raise `ConfigError` when the table was made for another layout or task."""
-    if config.task.embed is not None:
-        mine: tuple[str, ...] = tuple(embeddings_schema("string", 1).names)
-    elif config.output.layout == "wide":
-        mine = _WIDE
-    else:
-        mine = tuple(recommendations_schema("string", "string").names)
-    _check_names(there, [*_PARTITION, *mine], where)
 
 
 def missing_columns(there: pa.Schema, mine: pa.Schema, where: str) -> list[pa.Field]:
-    """Columns that the table lacks and may get.
+    """Columns that the table lacks and may get. Columns that it has besides, and that may be null,
+    stay null in our rows.
 
     Raises:
         ConfigError: the table has other columns, or other types.
@@ -48,15 +34,23 @@ def missing_columns(there: pa.Schema, mine: pa.Schema, where: str) -> list[pa.Fi
 
 
 def _check_names(there: pa.Schema, mine: list[str], where: str) -> None:
-    lacking = set(there.names) - set(mine) - _OPTIONAL
-    unknown = set(mine) - set(there.names) - _OPTIONAL
-    if lacking or unknown:
+    lacking = [name for name in mine if name not in there.names and name not in _OPTIONAL]
+    if lacking:
         raise ConfigError(
             "the table has other columns",
             expected=", ".join(mine),
             got=", ".join(there.names),
             where=where,
             do="Layouts (output.layout) and embeddings need a table each.",
+        )
+    required = [f.name for f in there if not f.nullable and f.name not in mine]
+    if required:
+        raise ConfigError(
+            "the table needs a value in a column that a publish does not write",
+            expected="columns beside its own that may be null",
+            got=", ".join(required),
+            where=where,
+            do="Let them be null (ALTER TABLE … DROP NOT NULL), or publish to another table.",
         )
 
 

@@ -1,52 +1,56 @@
 """A Delta Lake table, partitioned by `ds` and `surface`, through deltalake (delta-rs).
 
-A publish is one commit: overwrite where ds and surface. Readers hold a version and never see
-anything between; delta-rs refuses rows outside the predicate. The run is stamped on the commit
-(`nightshelf.run_id`) and stands in every row. Of two publishers of one partition the second fails;
-delta-rs tells it from one of another partition by the predicate, and tries again for that.
+A publish writes the run's files, then replaces the partition in one commit: readers hold a version
+and never see anything between. The commit lands only on the version that was looked at; of two
+publishers of one partition the second finds other files there and fails, one of another partition
+only has to look again. Files carry their run and their hash in their names (see `lake_files`); the
+run is stamped on the commit too (`nightshelf.run_id`), for the history.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-import polars as pl
 import pyarrow as pa
-import pyarrow.dataset as pads
-from deltalake import CommitProperties, DeltaTable, Schema, WriterProperties, write_deltalake
-from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake import CommitProperties, DeltaTable, Schema
+from deltalake.exceptions import CommitFailedError, DeltaError
+from deltalake.transaction import AddAction
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from pipelines import files
-from pipelines.publish.columns import check_columns, missing_columns
-from pipelines.publish.names import partition_name
+from pipelines.publish import lake_files
+from pipelines.publish.columns import missing_columns
+from pipelines.publish.delta_features import check_features, statistics
+from pipelines.publish.delta_open import as_ours, load
+from pipelines.publish.delta_partition import DeltaPartition
+from pipelines.publish.lake_files import (
+    LiveFile,
+    changed_by_others,
+    check_rows,
+    decoded,
+    holds,
+    parse,
+    verified,
+    whole,
+)
+from pipelines.publish.places import check_new_table, check_no_links, wait_for
 from pipelines.publish.pointer import conflict
-from pipelines.publish.rows import RunRows, rows_per_group, with_partition
-from schemas.errors import ConfigError, NightshelfError, StorageError, quoted
+from pipelines.publish.rows import Rows, as_lists, fitted, with_partition
+from schemas.errors import ConfigError, StorageError, quoted
 from schemas.runs import Published
-from schemas.settings import RunConfig
 
-_STAMP = "nightshelf."
-_BATCH_ROWS = 8192
+_PARTITION = ["ds", "surface"]
+_PROPERTIES: dict[str, str | None] = {"delta.checkpointInterval": "20"}  # readers replay less
 _retried = retry(
     retry=retry_if_exception_type(CommitFailedError),
     wait=wait_random_exponential(multiplier=0.05, max=5.0),
-    stop=stop_after_attempt(10),
+    stop=stop_after_attempt(20),
     reraise=True,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """The partition in one version of the table."""
-
-    stamp: dict[str, Any] | None  # the last publish of this partition that the log remembers
-    paths: frozenset[str]
-    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,52 +61,115 @@ class DeltaLakeTable:
     ds: str
     surface: str
 
+    def check(self, schema: pa.Schema) -> None:
+        """See `PublishedTable.check`."""
+        if "%" in self.path:
+            raise ConfigError(
+                "output.path has a percent sign, which Delta takes for an escape",
+                expected="a path without %",
+                got=quoted(self.path),
+            )
+        check_no_links(self.path)
+        with self._as_ours():
+            table = self._load()
+            if table is None:
+                check_new_table(self.path, "delta")
+            else:
+                check_features(table, self.path)
+                missing_columns(_arrow(table), self._whole(schema.empty_table()).schema, self.path)
+
     def current(self) -> Published | None:
         """What the latest version says; see `PublishedTable.current`."""
         with self._as_ours():
             table = self._load()
-            return None if table is None else self._published(table, self._state(table))
+            return None if table is None else self._partition.current(table)
 
     def history(self) -> list[Published]:
         """Publishes that the log still has, the newest first."""
         with self._as_ours():
             table = self._load()
-            if table is None:
-                return []
-            return [self._as_published(e, (), _rows(e)) for e in self._stamps(table)]
+            return [] if table is None else self._partition.history(table)
 
-    def replace(self, rows: RunRows) -> Published:
+    def dates(self) -> Iterator[tuple[str, str]]:
+        """See `PublishedTable.dates`."""
+        with self._as_ours():
+            table = self._load()
+            if table is not None:
+                yield from self._partition.dates(table)
+
+    def is_withdrawn(self, run_id: str) -> bool:
+        """See `PublishedTable.is_withdrawn`."""
+        with self._as_ours():
+            table = self._load()
+            return table is not None and self._partition.withdrawals(table, run_id) % 2 == 1
+
+    def replace(self, rows: Rows, *, withdraw: str | None = None) -> Published:
         """Publish a run's rows; see `PublishedTable.replace`."""
-        schema = with_partition(rows.schema().empty_table(), self.ds, self.surface).schema
+        schema = self._whole(rows.schema().empty_table()).schema
         with self._as_ours():
             table = self._table_for(schema)
-            base = self._state(table)
-            if _is_current(base, rows.plan.run_id) and (done := self._published(table, base)):
-                return done
-            stream = _Stream(rows, pa.schema(table.schema().to_arrow()))
-            try:
-                return self._commit(base, rows.plan.run_id, rows.rows, stream.open)
-            except Exception as err:  # whatever it is, ours behind it is what went wrong
-                if stream.broken is not None:  # delta-rs made a text of it
-                    raise stream.broken from err
-                raise
+            base = self._partition.live(table)
+            if holds(base, rows.run_id) and self._undamaged(base):
+                self._mark(rows.run_id, withdraw)
+                return self._found()
+            names, adds, count = [], [], 0
+            for new in lake_files.encode(rows, as_lists):
+                names.append(path := f"ds={self.ds}/{new.name}")
+                files.write_bytes(files.join(self.path, path), new.data)
+                adds.append(self._add(path, new.data))
+                count += new.rows
+            stamp = self._partition.stamp(rows.run_id, count)
+            landed = self._commit(base, adds, stamp, rows.run_id, withdraw)
+            if landed != frozenset(names):  # another publisher's are there: ours are orphans
+                for name in names:
+                    with suppress(OSError, StorageError):
+                        files.remove_if_there(files.join(self.path, name))
+            if landed is None:
+                raise conflict(self.ds, self.surface, self.path)
+            return self._found()
 
-    def restore(self, old: Published) -> Published:
-        """Write the partition again as an older version has it; see `PublishedTable.restore`."""
+    def restore(self, old: Published, *, withdraw: str | None = None) -> Published:
+        """Make an older version's files current again; see `PublishedTable.restore`."""
         with self._as_ours():
             table = self._load()
             if table is None:
                 raise self._gone(old)
-            base = self._state(table)
+            base = self._partition.live(table)
             try:
-                there = DeltaTable(self.path, version=int(old.version))
-                scanner = there.to_pyarrow_dataset().scanner(filter=self._mine)
-                counted = scanner.count_rows()
-            except (DeltaError, OSError, pa.ArrowException) as err:
+                there = self._partition.live(DeltaTable(self.path, version=int(old.version)))
+                if not holds(there, old.run_id):
+                    raise self._gone(old)
+                adds = []
+                for file in there:
+                    data = self._verified(file)
+                    check_rows(decoded(data), old.run_id, self.path)
+                    adds.append(self._add(file.path, data))
+            except (DeltaError, OSError, ValueError, StorageError) as err:
                 raise self._gone(old) from err
-            if counted != old.rows:
-                raise self._gone(old)
-            return self._commit(base, old.run_id, old.rows, scanner.to_reader)
+            stamp = self._partition.stamp(old.run_id, sum(file.rows for file in there))
+            if self._commit(base, adds, stamp, old.run_id, withdraw) is None:
+                raise conflict(self.ds, self.surface, self.path)
+            return self._found()
+
+    def clear(self, *, withdraw: str | None = None) -> None:
+        """See `PublishedTable.clear`."""
+        with self._as_ours():
+            table = self._load()
+            if table is None:
+                return
+            base, stamp = self._partition.live(table), self._partition.stamp("", 0)
+            if self._commit(base, [], stamp, "", withdraw) is None:
+                raise conflict(self.ds, self.surface, self.path)
+
+    def verify(self) -> int:
+        """See `PublishedTable.verify`."""
+        with self._as_ours():
+            live = self._partition.live(self._table_with_rows())
+            if whole(live) is None:
+                raise changed_by_others(live, self.path)
+            for file in live:
+                self._verified(file)
+            return len(live)
 
     def read(
         self,
@@ -114,19 +181,56 @@ class DeltaLakeTable:
         """Rows of the latest version; see `PublishedTable.read`."""
         with self._as_ours():
             table = self._table_with_rows()
-            return table.to_pyarrow_table(columns=columns, filters=self._filters(user_id))
+            filters: Any = [("ds", "=", self.ds), ("surface", "=", self.surface)]
+            if user_id is not None:
+                filters.append(("user_id", "=", user_id))
+            return table.to_pyarrow_table(columns=columns, filters=filters)
 
     def parts(self) -> Iterator[pa.Table]:
-        """Rows of the latest version, batch after batch; see `PublishedTable.parts`."""
+        """Rows of the latest version, file after file; see `PublishedTable.parts`."""
         with self._as_ours():
-            data = self._table_with_rows().to_pyarrow_dataset()
-            for batch in data.scanner(filter=self._mine).to_batches():
-                yield pa.Table.from_batches([batch])
+            table = self._table_with_rows()
+            live = self._partition.live(table)
+            if whole(live) is None:
+                raise changed_by_others(live, self.path)
+            schema = _arrow(table)
+            for file in live:
+                yield fitted(self._whole(decoded(self._verified(file))), schema)
+
+    def _as_ours(self) -> AbstractContextManager[None]:
+        return as_ours(self.path)
+
+    def _load(self) -> DeltaTable | None:
+        return load(self.path)
+
+    @_retried
+    def _table_for(self, schema: pa.Schema) -> DeltaTable:
+        """The table, created where there is none; its columns must fit.
+
+        Raises:
+            ConfigError: it is a table that cannot be published to.
+        """
+        table = self._load()
+        if table is None:
+            table = wait_for(self._load, lambda: check_new_table(self.path, "delta"))
+        if table is None:
+            table = DeltaTable.create(
+                self.path,
+                schema=schema,
+                mode="ignore",
+                partition_by=_PARTITION,
+                configuration=_PROPERTIES,
+            )
+        check_features(table, self.path)
+        if missing := missing_columns(_arrow(table), schema, self.path):
+            table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
+            table = DeltaTable(self.path)
+        return table
 
     def _table_with_rows(self) -> DeltaTable:
         """The table; `StorageError` where nothing is published in the partition."""
         table = self._load()
-        if table is None or self._published(table, self._state(table)) is None:
+        if table is None or not self._partition.live(table):
             raise StorageError(
                 "nothing is published",
                 got=f"ds {self.ds}, surface {self.surface!r}",
@@ -134,160 +238,92 @@ class DeltaLakeTable:
             )
         return table
 
+    def _whole(self, rows: pa.Table) -> pa.Table:
+        return with_partition(as_lists(rows), self.ds, self.surface)
+
     @property
-    def _mine(self) -> Any:
-        return (pads.field("ds") == self.ds) & (pads.field("surface") == self.surface)
+    def _partition(self) -> DeltaPartition:
+        return DeltaPartition(self.path, self.ds, self.surface)
 
-    def check(self, config: RunConfig) -> None:
-        """See `check_output`. Creates nothing."""
-        if "%" in self.path:
-            raise ConfigError(
-                "output.path has a percent sign, which Delta takes for an escape",
-                expected="a path without %",
-                got=quoted(self.path),
-            )
-        with self._as_ours():
-            table = self._load()
-            if table is not None:
-                self._check_partitions(table)
-                check_columns(config, pa.schema(table.schema().to_arrow()), self.path)
+    def _found(self) -> Published:
+        found = self.current()
+        if found is None:
+            raise conflict(self.ds, self.surface, self.path)
+        return found
 
-    def _filters(self, user_id: str | int | None) -> Any:
-        filters = [("ds", "=", self.ds), ("surface", "=", self.surface)]
-        return filters if user_id is None else [*filters, ("user_id", "=", user_id)]
+    def _verified(self, file: LiveFile) -> bytes:
+        named = parse(file.path)
+        if named is None:
+            raise changed_by_others([file], self.path)
+        return verified(files.join(self.path, file.path), named.xxh3)
 
-    @contextmanager
-    def _as_ours(self) -> Iterator[None]:
-        """Turn the library's errors into ours. Where rows could not be read, it raises a plain
-        `Exception`.
-        """
+    def _undamaged(self, live: list[LiveFile]) -> bool:
         try:
-            yield
-        except NightshelfError:
-            raise
-        except Exception as err:  # delta-rs raises many kinds; a user gets one, with its words
-            raise StorageError(
-                f"the Delta table could not be used: {type(err).__name__}",
-                got=quoted(str(err).strip().partition("\n")[0]),
-                where=self.path,
-                do="Its rows are as they were. Running the same command again is safe.",
-            ) from err
+            return all(self._verified(file) for file in live)
+        except StorageError:
+            return False
 
-    def _load(self) -> DeltaTable | None:
-        try:
-            return DeltaTable(self.path)
-        except TableNotFoundError:
-            return None
-
-    @_retried
-    def _table_for(self, schema: pa.Schema) -> DeltaTable:
-        """The table, created where there is none; its columns must fit.
-
-        Raises:
-            ConfigError: it has other partitions, or columns of other types.
-        """
-        table = self._load()
-        if table is None:
-            table = DeltaTable.create(
-                self.path, schema=schema, mode="ignore", partition_by=["ds", "surface"]
-            )
-        self._check_partitions(table)
-        if missing := missing_columns(pa.schema(table.schema().to_arrow()), schema, self.path):
-            table.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
-            table = DeltaTable(self.path)
-        return table
-
-    def _check_partitions(self, table: DeltaTable) -> None:
-        names = table.metadata().partition_columns
-        if names != ["ds", "surface"]:
-            raise ConfigError(
-                "the Delta table has other partitions",
-                expected="partitioned by ds, surface",
-                got=", ".join(names) or "none",
-                where=self.path,
-            )
-
-    def _stamps(self, table: DeltaTable) -> Iterator[dict[str, Any]]:
-        """Commits that publishes of this partition left, the newest first."""
-        for entry in table.history():
-            if (entry.get(f"{_STAMP}ds"), entry.get(f"{_STAMP}surface")) == (self.ds, self.surface):
-                yield entry
-
-    def _state(self, table: DeltaTable) -> _State:
-        found = pl.DataFrame(table.get_add_actions(flatten=True))
-        rows = 0
-        if len(found):
-            found = found.filter(
-                pl.col("partition.ds") == self.ds, pl.col("partition.surface") == self.surface
-            )
-            rows = int(found["num_records"].sum())
-        return _State(
-            stamp=next(self._stamps(table), None),
-            paths=frozenset(found["path"].to_list()),
-            rows=rows,
+    def _add(self, path: str, data: bytes) -> AddAction:
+        return AddAction(
+            path=path,
+            size=len(data),
+            partition_values={"ds": self.ds, "surface": self.surface},
+            modification_time=int(time.time() * 1000),
+            data_change=True,
+            stats=statistics(data),
         )
 
-    def _commit(self, base: _State, run_id: str, rows: int, reader: Any) -> Published:
-        """Replace the partition, if it still is what it was in `base`."""
-        stamp = {"run_id": run_id, "ds": self.ds, "surface": self.surface, "rows": rows}
+    def _commit(
+        self,
+        base: list[LiveFile],
+        adds: list[AddAction],
+        stamp: dict[str, str],
+        run_id: str,
+        withdraw: str | None,
+    ) -> frozenset[str] | None:
+        """Replace the partition by the files, if it still is what it was in `base`.
+
+        Returns:
+            The files that are there now; None when another publisher's are. Those of the same run,
+            whole, are as good as ours.
+        """
+        wanted = frozenset(add.path for add in adds)
 
         @_retried
-        def commit() -> bool:
+        def commit() -> frozenset[str] | None:
             table = DeltaTable(self.path)
-            now = self._state(table)
-            if now.paths != base.paths or now.stamp != base.stamp:
-                return _is_current(now, run_id)  # an earlier try of ours may have landed
-            data = reader()
-            write_deltalake(
-                table,
-                data,
-                mode="overwrite",
-                predicate=f"ds = {_sql(self.ds)} AND surface = {_sql(self.surface)}",
-                writer_properties=WriterProperties(
-                    compression="ZSTD", max_row_group_size=rows_per_group(data.schema)
-                ),
+            now = self._partition.live(table)
+            there = frozenset(file.path for file in now)
+            if there != frozenset(file.path for file in base):
+                ours = there == wanted or (run_id and holds(now, run_id))
+                return there if ours else None  # an earlier try may have landed
+            table.create_write_transaction(
+                list(adds),
+                "overwrite",
+                table.schema(),
+                partition_by=_PARTITION,
+                partition_filters=[("ds", "=", self.ds), ("surface", "=", self.surface)],
                 commit_properties=CommitProperties(
-                    custom_metadata={f"{_STAMP}{key}": value for key, value in stamp.items()}
+                    custom_metadata=stamp,
+                    max_commit_retries=0,  # delta-rs would not look again at what is there
+                    app_transactions=self._partition.marks(table, run_id, withdraw),
                 ),
             )
-            return True
+            return wanted
 
-        if not commit():
-            raise conflict(self.ds, self.surface, self.path)
+        return commit()
+
+    def _mark(self, run_id: str, withdraw: str | None) -> None:
+        """Note withdrawals without a change of the rows."""
         table = DeltaTable(self.path)
-        done = self._published(table, self._state(table))
-        assert done is not None, "a publish leaves its stamp"
-        return done
-
-    def _published(self, table: DeltaTable, state: _State) -> Published | None:
-        if state.stamp is not None:
-            return self._as_published(state.stamp, tuple(sorted(state.paths)), state.rows)
-        if not state.paths:
-            return None
-        # The publish's commit has left the log; its rows say whose they are.
-        mine = (pads.field("ds") == self.ds) & (pads.field("surface") == self.surface)
-        runs = table.to_pyarrow_dataset().head(1, columns=["run_id"], filter=mine)
-        return Published(
-            table=self.path,
-            partition=files.join(self.path, partition_name(self.ds, self.surface)),
-            files=tuple(sorted(state.paths)),
-            rows=state.rows,
-            run_id=runs["run_id"][0].as_py(),
-            format="delta",
-        )
-
-    def _as_published(self, stamp: dict[str, Any], paths: tuple[str, ...], rows: int) -> Published:
-        at = datetime.fromtimestamp(stamp["timestamp"] / 1000, UTC)
-        return Published(
-            table=self.path,
-            partition=files.join(self.path, partition_name(self.ds, self.surface)),
-            files=paths,
-            rows=rows,
-            run_id=stamp[f"{_STAMP}run_id"],
-            format="delta",
-            version=str(stamp["version"]),
-            published_at=at.isoformat(timespec="seconds"),
-        )
+        if marks := self._partition.marks(table, run_id, withdraw):
+            table.create_write_transaction(
+                [],
+                "append",
+                table.schema(),
+                partition_by=_PARTITION,
+                commit_properties=CommitProperties(app_transactions=marks),
+            )
 
     def _gone(self, old: Published) -> StorageError:
         return StorageError(
@@ -297,49 +333,5 @@ class DeltaLakeTable:
         )
 
 
-class _Stream:
-    """A run's rows with all columns of the table, a batch at a time, anew for each try."""
-
-    def __init__(self, rows: RunRows, there: pa.Schema) -> None:
-        self.broken: NightshelfError | None = None
-        self._rows = rows
-        mine = self._whole(rows.schema().empty_table()).schema
-        # Columns of other tasks, which delta-rs wants as well.
-        self._others = [field for field in there if field.name not in mine.names]
-        self._schema = pa.schema([*mine, *self._others])
-
-    def open(self) -> pa.RecordBatchReader:
-        """A reader from the first row on."""
-        return pa.RecordBatchReader.from_batches(self._schema, self._batches())
-
-    def _batches(self) -> Iterator[pa.RecordBatch]:
-        try:
-            for _, part in self._rows.shards():
-                table = self._whole(part)
-                for field in self._others:
-                    table = table.append_column(field, pa.nulls(len(table), field.type))
-                yield from table.to_batches(max_chunksize=_BATCH_ROWS)
-        except NightshelfError as err:
-            self.broken = err
-            raise
-
-    def _whole(self, part: pa.Table) -> pa.Table:
-        return with_partition(part, self._rows.plan.ds, self._rows.plan.surface)
-
-
-def _is_current(state: _State, run_id: str) -> bool:
-    """Whether the partition holds what this run published, and all of it."""
-    return (
-        state.stamp is not None
-        and state.stamp[f"{_STAMP}run_id"] == run_id
-        and _rows(state.stamp) == state.rows
-    )
-
-
-def _rows(stamp: dict[str, Any]) -> int:
-    return int(stamp[f"{_STAMP}rows"])
-
-
-def _sql(text: str) -> str:
-    """A text as an SQL literal."""
-    return "'" + text.replace("'", "''") + "'"
+def _arrow(table: DeltaTable) -> pa.Schema:
+    return pa.schema(table.schema().to_arrow())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import logging
 import os
 from contextlib import suppress
 from typing import Any
@@ -20,11 +22,19 @@ from pyiceberg.exceptions import (
 from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from sqlalchemy import URL
-from sqlalchemy.exc import IntegrityError, OperationalError
-from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from tenacity import (
+    RetryCallState,
+    retry,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from pipelines import files
 from pipelines.publish.columns import missing_columns
+from pipelines.publish.places import check_new_table, wait_for
 from schemas.errors import ConfigError, quoted
 from schemas.settings import OutputSettings
 
@@ -38,19 +48,41 @@ BUSY = (
     ServiceUnavailableError,
     TooManyRequestsError,
 )
+_LOG = logging.getLogger("nightshelf")
+_SAID_FROM = 3  # tries in vain, after which it is said
+_WAIT_S = 30.0  # in all, for a catalog that is busy
+_LOCK_S = 3  # for SQLite's lock, each time
+
+
+def _say(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome is not None else None
+    if state.attempt_number >= _SAID_FROM or isinstance(error, OperationalError):
+        _LOG.warning("the table's catalog is busy, trying again: %s", first_line(error))
+
+
 retried = retry(
     retry=retry_if_exception_type(BUSY),
     wait=wait_random_exponential(multiplier=0.05, max=5.0),
-    stop=stop_after_attempt(10),
+    stop=stop_after_attempt(20) | stop_after_delay(_WAIT_S),
+    before_sleep=_say,
     reraise=True,
 )
-_PROPERTIES = {
+PROPERTIES = {
     # Whole values, so that a delete by partition never has to open a file.
     "write.metadata.metrics.column.ds": "full",
     "write.metadata.metrics.column.surface": "full",
     "write.metadata.metrics.column.run_id": "full",
     "write.metadata.delete-after-commit.enabled": "true",
+    "write.metadata.previous-versions-max": "10",
+    "commit.manifest-merge.enabled": "true",
+    "commit.manifest.min-count-to-merge": "20",
     "write.parquet.compression-codec": "zstd",
+}
+
+_PROPERTIES_ASKED = {  # and the only values of theirs that a publish obeys
+    "write.format.default": "parquet",
+    "write.wap.enabled": "false",
+    "write.delete.isolation-level": "serializable",
 }
 
 
@@ -87,8 +119,16 @@ def open_catalog(output: OutputSettings) -> Catalog:
         return load_catalog(name, **given)
     root = local_root(output)
     os.makedirs(root, exist_ok=True)
-    uri = URL.create("sqlite", database=f"{root}/catalog.db").render_as_string()
+    database = URL.create("sqlite", database=f"{root}/catalog.db", query={"timeout": f"{_LOCK_S}"})
+    uri = database.render_as_string()
     return load_catalog(name, type="sql", uri=uri, warehouse=f"file://{root}")
+
+
+def first_line(error: BaseException | None) -> str:
+    """What an error says, in a line: of SQLAlchemy's without the statement and its parameters."""
+    if isinstance(error, SQLAlchemyError) and error.args:
+        return quoted(str(error.args[0]))
+    return quoted(str(error).strip().partition("\n")[0])
 
 
 def _text(value: Any) -> str:
@@ -104,17 +144,20 @@ def load_table(catalog: Catalog, name: str) -> Table | None:
 
 
 @retried
-def table_for(catalog: Catalog, name: str, schema: pa.Schema) -> Table:
+def table_for(catalog: Catalog, output: OutputSettings, schema: pa.Schema) -> Table:
     """The table, created or widened for these columns.
 
     Raises:
-        ConfigError: it has other partitions, or columns of other types.
+        ConfigError: it is a table that cannot be published to, or one that is lost.
     """
+    name = output.table_name
     table = load_table(catalog, name)
+    if table is None:
+        table = wait_for(lambda: load_table(catalog, name), lambda: check_not_lost(output))
     if table is None:
         catalog.create_namespace_if_not_exists(name.rpartition(".")[0])
         with suppress(TableAlreadyExistsError):  # somebody was faster
-            tx = catalog.create_table_transaction(name, schema, properties=_PROPERTIES)
+            tx = catalog.create_table_transaction(name, schema, properties=PROPERTIES)
             with tx.update_spec() as spec:
                 spec.add_identity("ds").add_identity("surface")
             with tx.update_sort_order() as order:
@@ -122,11 +165,69 @@ def table_for(catalog: Catalog, name: str, schema: pa.Schema) -> Table:
                     order.asc("user_id", IdentityTransform())
             tx.commit_transaction()
         table = catalog.load_table(name)
-    check_partitions(table)
+    check_table(table, schema)
     if missing := missing_columns(table.schema().as_arrow(), schema, name):
         with table.update_schema() as update:
             update.union_by_name(pa.schema(missing))
     return table
+
+
+def check_not_lost(output: OutputSettings) -> None:
+    """Raise `ConfigError` where a table that the catalog does not know has left its metadata, or
+    the folder is a table of another format: a new one there would hide what was published.
+    """
+    root = output.path.rstrip("/")
+    namespace, _, name = output.table_name.rpartition(".")
+    fs, inside = files.filesystem(root)
+    fs.invalidate_cache()
+    places = (f"{namespace}/{name}", f"{namespace}.db/{name}", name, "")
+    found = [
+        str(path)
+        for place in places
+        for path in fs.glob(
+            f"{glob.escape(f'{inside}/{place}'.rstrip('/'))}/metadata/*.metadata.json"
+        )
+    ]
+    if not found:
+        if not output.catalog:
+            check_new_table(root, "iceberg")
+        return
+    newest = max(found, key=lambda path: path.rpartition("/")[2])
+    raise ConfigError(
+        "the catalog does not know the table, whose files are there",
+        expected=f"table {output.table_name} in the catalog, or no metadata of it",
+        got=f"{len(found)} metadata files, the newest {newest.rpartition('/')[2]}",
+        where=root,
+        do="The catalog was lost or is another one. Restore it, or register the table again: "
+        f"catalog.register_table({output.table_name!r}, {newest!r}) with pyiceberg. A new table "
+        "would hide every date that was published.",
+        field="output.catalog",
+    )
+
+
+def check_table(table: Table, mine: pa.Schema) -> None:
+    """Raise `ConfigError` for a table that cannot be published to: see docs/tables.md."""
+    check_partitions(table)
+    schema, properties = table.schema(), table.properties
+    keys = {"ds", "surface", *({"user_id", "rank"} & set(mine.names))}
+    identifiers = schema.identifier_field_names()
+    problems = {
+        f"format version {table.metadata.format_version}": table.metadata.format_version > 2,
+        f"identifier fields {', '.join(sorted(identifiers))}": bool(identifiers)
+        and not identifiers >= keys,
+    }
+    for key, good in _PROPERTIES_ASKED.items():
+        value = properties.get(key, good)
+        problems[f"{key} = {value}"] = value.lower() != good
+    problems["encryption"] = any(key.startswith("encryption.") for key in properties)
+    for what, there in problems.items():
+        if there:
+            raise ConfigError(
+                "the Iceberg table asks for what a publish does not do",
+                got=what,
+                where=".".join(table.name()),
+                do="Change that of the table, or publish to another one.",
+            )
 
 
 def check_partitions(table: Table) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from pipelines import files
 from pipelines.profile import table_key
@@ -14,6 +14,11 @@ NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # what Hive, Spark and pyarrow re
 def partition_name(ds: str, surface: str) -> str:
     """`ds=…/surface=…`, values escaped as Hive does (URL-quoted)."""
     return f"ds={quote(ds, safe='')}/surface={quote(surface, safe=' ')}"
+
+
+def date_of(name: str) -> str | None:
+    """The date of a folder `ds=…`; None for other names."""
+    return unquote(name.removeprefix("ds=")) if name.startswith("ds=") else None
 
 
 def record_path(plan: RunPlan) -> str:

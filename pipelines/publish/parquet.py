@@ -4,24 +4,22 @@ Which files are the partition is said outside the table, by pointers (see `point
 holds anything but Parquet files and an empty `_SUCCESS` cannot be read by polars as a folder. Order
 of a publish:
 
-1. The run's files are written; on a disk beside the table, in an object store in their place.
+1. The names of its files are noted beside the pointers; the files are written, on a disk beside the
+   table, in an object store in their place.
 2. `_SUCCESS` goes; on a disk the files are moved into the folder.
 3. The next pointer is created: readers that follow pointers change from the old rows to the new.
-4. Files that the pointer does not name go, `_SUCCESS` comes.
+4. Files of older pointers and of notes go, `_SUCCESS` comes.
 
 Names of files are never used twice, so that a reader which holds an old pointer finds the old rows
 or a missing file, never others. A crash anywhere leaves the old pointer or the new one; publishing
 again completes it. Files of an unfinished publish carry a generation; the next publish removes
-those up to its own, and nothing of a publisher that started later.
+those up to its own, and nothing of a publisher that started later. A file that neither a pointer
+nor a note names is somebody else's: nothing is published beside it, and it is never removed.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import errno
-import os
-import re
-import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,18 +29,19 @@ import pyarrow.compute as pc
 
 from pipelines import files
 from pipelines.publish import pointer as pointers
+from pipelines.publish.lake_files import REPAIR, decoded, verified
+from pipelines.publish.names import date_of, pointer_root
 from pipelines.publish.names import partition_name as partition_name
-from pipelines.publish.names import pointer_root
 from pipelines.publish.names import record_path as record_path
+from pipelines.publish.partition_folder import PartitionFolder
+from pipelines.publish.places import check_create, check_no_lake
 from pipelines.publish.pointer import PointedFile, Pointer
-from pipelines.publish.rows import RunRows, write_rows
+from pipelines.publish.rows import Rows, encoded
 from schemas.errors import AccessError, ConfigError, ConflictError, StorageError, quoted
 from schemas.runs import Published
-from schemas.settings import RunConfig
 
-SUCCESS = "_SUCCESS"
-_GENERATION = re.compile(r"^(?:part|new)-(\d{8})-")
 _READS = 20  # a reader starts again when it was overtaken; a publish takes longer than a few reads
+_WITHDRAWN = 50  # runs that a partition remembers as withdrawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,12 @@ class ParquetTable:
     def _pointers(self) -> str:
         return pointers.pointer_folder(self.path, self.ds, self.surface)
 
-    def check(self, config: RunConfig) -> None:
-        """See `check_output`."""
+    @property
+    def _folder(self) -> PartitionFolder:
+        return PartitionFolder(self.partition, self._pointers)
+
+    def check(self, schema: pa.Schema) -> None:
+        """See `PublishedTable.check`."""
         _, url, inside = self.path.rstrip("/").rpartition("://")
         if url and "/" not in inside and not self.path.startswith("memory:"):
             raise ConfigError(
@@ -71,8 +74,10 @@ class ParquetTable:
                 expected="a folder in it: pointers are kept beside it, in <output.path>.current",
                 got=quoted(self.path),
             )
+        check_no_lake(self.path)
         try:
             files.check_writable(pointer_root(self.path), "the folder beside output.path")
+            check_create(pointer_root(self.path))
         except AccessError as err:
             raise ConfigError(
                 err.what,
@@ -81,69 +86,113 @@ class ParquetTable:
                 do="Pointers to the current files are kept there; choose an output.path one level "
                 "deeper.",
             ) from err
+        self._folder.check_ours()
 
     def current(self) -> Published | None:
         """What the latest pointer says."""
         found = pointers.latest(self._pointers)
-        return None if found is None else self._published(found)
+        return None if found is None or not found.files else self._published(found)
 
     def history(self) -> list[Published]:
         """What the pointers that are left say, the newest first."""
-        numbers = pointers.generations(self._pointers)
-        return [self._published(pointers.load(self._pointers, number)) for number in numbers]
+        return [self._published(p) for p in pointers.history(self._pointers) if p.files]
 
-    def replace(self, rows: RunRows) -> Published:
+    def dates(self) -> Iterator[tuple[str, str]]:
+        """See `PublishedTable.dates`."""
+        named = {date_of(name): name for name in files.list_names(pointer_root(self.path))}
+        for ds in sorted((ds for ds in named if ds is not None), reverse=True):
+            other = pointers.latest(pointers.pointer_folder(self.path, ds, self.surface))
+            if other is not None and other.files:
+                yield ds, other.run_id
+
+    def is_withdrawn(self, run_id: str) -> bool:
+        """See `PublishedTable.is_withdrawn`."""
+        found = self._latest_or_none()
+        return found is not None and run_id in found.withdrawn
+
+    def replace(self, rows: Rows, *, withdraw: str | None = None) -> Published:
         """Publish a run's rows; see `PublishedTable.replace`."""
-        run_id, layout = rows.plan.run_id, rows.plan.config.output.layout
-        old = pointers.latest(self._pointers)
-        if old is not None and (old.run_id, old.layout) == (run_id, layout) and self._whole(old):
-            self._settle(old)  # a crash may have left that undone
+        self._folder.check_ours()
+        run_id, layout = rows.run_id, rows.layout
+        old = self._latest_or_none()
+        withdrawn = _withdrawn(old, run_id, withdraw)
+        there = old is not None and self._is(old, run_id, layout) and self._whole(old)
+        if old is not None and there and old.withdrawn == withdrawn:
+            self._folder.settle(old)  # a crash may have left that undone
             return self._published(old)
-        generation = 1 if old is None else old.generation + 1
+        return self._replace(rows, old, withdrawn)
+
+    def _replace(self, rows: Rows, old: Pointer | None, withdrawn: tuple[str, ...]) -> Published:
+        generation = 1 + max(pointers.generations(self._pointers), default=0)
+        token = uuid.uuid4().hex
         try:
-            return self._publish(rows, generation)
+            new = self._pointer(generation, token, rows.run_id, rows.layout, withdrawn)
+            return self._publish(rows, new, old)
         except (ConflictError, StorageError) as err:
+            self._folder.forget(generation, token, _stem(generation, rows.run_id))
             # Who comes first removes what the others have written up to then.
-            now = pointers.latest(self._pointers)
+            now = self._latest_or_none()
             if now is None or now.generation < generation:
                 raise
-            self._settle(now)
-            if (now.run_id, now.layout) == (run_id, layout):
+            self._folder.settle(now)
+            if self._is(now, rows.run_id, rows.layout):
                 return self._published(now)
             raise pointers.conflict(self.ds, self.surface, self.partition) from err
 
-    def _publish(self, rows: RunRows, generation: int) -> Published:
-        run_id, token = rows.plan.run_id, uuid.uuid4().hex
-        waiting = self._waiting(f"{generation:08d}-{token}")
-        written = self._write(rows, f"part-{generation:08d}-{run_id}", waiting)
-        new = Pointer(
-            generation=generation,
-            token=token,
-            run_id=run_id,
-            ds=self.ds,
-            surface=self.surface,
-            layout=rows.plan.config.output.layout,
-            partition=partition_name(self.ds, self.surface),
-            files=written,
-            rows=sum(file.rows for file in written),
-            published_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+    def _publish(self, rows: Rows, new: Pointer, old: Pointer | None) -> Published:
+        stem = _stem(new.generation, new.run_id)
+        waiting = self._folder.waiting(new.generation, new.token)
+        self._folder.note(new.generation, new.token, stem)
+        if waiting is None:
+            self._folder.remove_success()
+        written = []
+        for shard, table in rows.shards():
+            name, data = f"{stem}-{shard:05d}.parquet", encoded(table)
+            files.write_bytes(files.join(waiting or self.partition, name), data)
+            written.append(
+                PointedFile(
+                    name=name, rows=len(table), bytes=len(data), xxh3=files.hash_bytes(data)
+                )
+            )
+        new = new.model_copy(
+            update={"files": tuple(written), "rows": sum(file.rows for file in written)}
         )
-        if pointers.generations(self._pointers)[:1] not in ([], [generation - 1]):
+        if pointers.generations(self._pointers)[:1] not in ([], [new.generation - 1]):
             raise pointers.conflict(self.ds, self.surface, self.partition)  # before it is seen
-        self._remove_success()
+        self._folder.remove_success()
         if waiting is not None:
-            self._move_in(waiting, new)
-        pointers.create(self._pointers, new)
-        self._settle(new)
+            self._folder.move_in(waiting, new)
+        self._create(new, old)
         return self._published(new)
 
-    def restore(self, old: Published) -> Published:
+    def _create(self, new: Pointer, old: Pointer | None) -> None:
+        pointers.create(self._pointers, new)
+        self._folder.settle(new, old)
+
+    def clear(self, *, withdraw: str | None = None) -> None:
+        """See `PublishedTable.clear`."""
+        old = self._latest_or_none()
+        if old is None:
+            return
+        generation = 1 + max(pointers.generations(self._pointers), default=0)
+        token, out = uuid.uuid4().hex, _withdrawn(old, "", withdraw)
+        self._create(self._pointer(generation, token, "", old.layout, out), old)
+
+    def restore(self, old: Published, *, withdraw: str | None = None) -> Published:
         """A Parquet table holds one set of rows; raises `StorageError`."""
         raise StorageError(
             "a Parquet table does not keep the rows of older runs",
             got=f"run {old.run_id}",
             where=self.partition,
         )
+
+    def verify(self) -> int:
+        """See `PublishedTable.verify`."""
+        pointer = self._latest()
+        self._folder.check_ours()
+        for file in pointer.files:
+            self._verified(file)
+        return len(pointer.files)
 
     def read(
         self,
@@ -176,9 +225,10 @@ class ParquetTable:
         pointer = self._latest()
         for file in pointer.files:
             try:
-                yield self._read_file(file.name, None, None)
+                yield decoded(self._verified(file))
             except StorageError as err:
-                if self._latest().generation == pointer.generation:
+                now = pointers.latest(self._pointers)
+                if now is not None and now.generation == pointer.generation:
                     raise
                 raise ConflictError(
                     "the partition was replaced while it was read",
@@ -186,16 +236,20 @@ class ParquetTable:
                     do="Run the same command again.",
                 ) from err
 
-    def _latest(self) -> pointers.Pointer:
+    def _latest(self) -> Pointer:
         """The pointer that readers follow; `StorageError` where there is none."""
         pointer = pointers.latest(self._pointers)
-        if pointer is None:
+        if pointer is None or not pointer.files:
             raise StorageError(
                 "nothing is published",
                 got=f"ds {self.ds}, surface {self.surface!r}",
                 where=self.path,
             )
         return pointer
+
+    def _latest_or_none(self) -> Pointer | None:
+        """The latest pointer that can be read: a publish replaces a damaged one."""
+        return next(iter(pointers.readable(self._pointers)), None)
 
     def _read_file(
         self, name: str, columns: list[str] | None, user_id: str | int | None
@@ -208,61 +262,44 @@ class ParquetTable:
         rows = table.filter(pc.equal(table["user_id"], pa.scalar(user_id, table["user_id"].type)))
         return rows if columns is None else rows.select(columns)
 
-    def _waiting(self, name: str) -> str | None:
-        """The folder where files wait on a disk; an object store cannot move them."""
-        folder = files.local_path(self._pointers)
-        return None if folder is None else f"{folder}/new-{name}"
-
-    def _write(self, rows: RunRows, stem: str, waiting: str | None) -> tuple[PointedFile, ...]:
-        """Write the run's files to where they wait, or are read, under names of their own."""
-        if waiting is None:
-            self._remove_success()
-        written = []
-        for shard, table in rows.shards():
-            name = f"{stem}-{shard:05d}.parquet"
-            size = _write_file(files.join(waiting or self.partition, name), table)
-            written.append(PointedFile(name=name, rows=len(table), bytes=size))
-        return tuple(written)
-
-    def _move_in(self, waiting: str, new: Pointer) -> None:
-        partition = files.local_path(self.partition)
-        try:
-            os.makedirs(str(partition), exist_ok=True)
-            for file in new.files:
-                _move(f"{waiting}/{file.name}", f"{partition}/{file.name}")
-            os.rmdir(waiting)
-        except OSError as err:
+    def _verified(self, file: PointedFile) -> bytes:
+        path = files.join(self.partition, file.name)
+        if not file.xxh3:
             raise StorageError(
-                "the run's files could not be moved into the table",
-                got=str(err),
-                where=partition,
-                do="Readers that follow the pointer see the old rows. Run the same command again.",
-            ) from err
+                "a file was published without a hash, by an older version",
+                where=path,
+                do=REPAIR,
+            )
+        return verified(path, file.xxh3)
 
-    def _remove_success(self) -> None:
-        files.remove_if_there(files.join(self.partition, SUCCESS))
+    def _is(self, pointer: Pointer, run_id: str, layout: str) -> bool:
+        return bool(pointer.files) and (pointer.run_id, pointer.layout) == (run_id, layout)
 
     def _whole(self, pointer: Pointer) -> bool:
-        there = files.list_sizes(self.partition)
-        return all(there.get(file.name) == file.bytes for file in pointer.files)
+        try:
+            for file in pointer.files:
+                self._verified(file)
+        except StorageError:
+            return False
+        return True
 
-    def _settle(self, pointer: Pointer) -> None:
-        """Remove what the pointer does not name, except files of a publisher that came later."""
-        kept = {file.name for file in pointer.files}
-        later = False
-        for name in files.list_names(self.partition):
-            if name in kept or ".parquet" not in name:
-                continue
-            if _generation(name) > pointer.generation:
-                later = True
-            else:
-                files.remove_if_there(files.join(self.partition, name))
-        folder = files.local_path(self._pointers)
-        for name in files.list_names(self._pointers) if folder else ():
-            if name.startswith("new-") and _generation(name) <= pointer.generation:
-                shutil.rmtree(f"{folder}/{name}", ignore_errors=True)
-        if not later:
-            _touch(files.join(self.partition, SUCCESS))
+    def _pointer(
+        self, generation: int, token: str, run_id: str, layout: str, withdrawn: tuple[str, ...]
+    ) -> Pointer:
+        """A pointer to nothing yet."""
+        return Pointer(
+            generation=generation,
+            token=token,
+            run_id=run_id,
+            ds=self.ds,
+            surface=self.surface,
+            layout=layout,
+            partition=partition_name(self.ds, self.surface),
+            files=(),
+            rows=0,
+            published_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            withdrawn=withdrawn,
+        )
 
     def _published(self, pointer: Pointer) -> Published:
         return Published(
@@ -277,6 +314,16 @@ class ParquetTable:
         )
 
 
+def _stem(generation: int, run_id: str) -> str:
+    return f"part-{generation:08d}-{run_id}"
+
+
+def _withdrawn(old: Pointer | None, run_id: str, withdraw: str | None) -> tuple[str, ...]:
+    """The runs that are withdrawn once `run_id` is published and `withdraw` taken back."""
+    before = [run for run in (old.withdrawn if old else ()) if run not in (run_id, withdraw)]
+    return tuple([*before, *([withdraw] if withdraw else [])][-_WITHDRAWN:])
+
+
 def read_current(path: str, ds: str, surface: str, columns: list[str] | None = None) -> pa.Table:
     """The rows of a Parquet partition as one publish left them, whoever publishes meanwhile.
 
@@ -284,47 +331,3 @@ def read_current(path: str, ds: str, surface: str, columns: list[str] | None = N
         StorageError: nothing is published, or a file of it is missing.
     """
     return ParquetTable(path, ds, surface).read(columns)
-
-
-def _generation(name: str) -> int:
-    """The generation in a file's name; 0 for files that carry none."""
-    match = _GENERATION.match(name)
-    return int(match[1]) if match else 0
-
-
-@files.retried
-def _touch(path: str) -> None:
-    """Create an empty file, which needs no draft: it is whole when it appears."""
-    fs, inside = files.filesystem(path)
-    try:
-        fs.pipe_file(inside, b"")
-    except OSError as err:
-        raise StorageError("a file could not be written", got=str(err), where=path) from err
-
-
-@files.retried
-def _write_file(path: str, table: pa.Table) -> int:
-    with files.atomic_target(path) as target:
-        fs, inside = files.filesystem(target)
-        with fs.open(inside, "wb") as handle:
-            write_rows(handle, table)
-    fs, inside = files.filesystem(path)
-    fs.invalidate_cache()
-    try:
-        size: int = fs.info(inside)["size"]
-    except FileNotFoundError as err:  # another publisher has cleared the folder away
-        raise StorageError("a file is gone that was just written", where=path) from err
-    return size
-
-
-def _move(source: str, target: str) -> None:
-    """Rename; or copy under another name first, where the table is a disk mounted by itself."""
-    try:
-        os.replace(source, target)
-    except OSError as err:
-        if err.errno != errno.EXDEV:
-            raise
-        draft = f"{target}.tmp"
-        shutil.copyfile(source, draft)
-        os.replace(draft, target)
-        os.remove(source)

@@ -11,12 +11,13 @@ put that fails when the name exists: S3, Google Cloud Storage and Azure have it)
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipelines import files
 from pipelines.publish.names import partition_name, pointer_root
-from schemas.errors import ConflictError
+from schemas.errors import ConflictError, StorageError
 
 _NAME = re.compile(r"^(\d{8})\.json$")
 _KEPT = 50  # pointers that stay as the partition's history
@@ -30,6 +31,7 @@ class PointedFile(BaseModel):
     name: str
     rows: int
     bytes: int
+    xxh3: str = ""  # of the content; empty in pointers of older versions
 
 
 class Pointer(BaseModel):
@@ -47,6 +49,7 @@ class Pointer(BaseModel):
     files: tuple[PointedFile, ...]
     rows: int
     published_at: str
+    withdrawn: tuple[str, ...] = ()  # runs that are not to be published here again, latest last
 
 
 def pointer_folder(path: str, ds: str, surface: str) -> str:
@@ -68,15 +71,67 @@ def latest(folder: str) -> Pointer | None:
     """
     while numbers := generations(folder):
         try:
-            return load(folder, numbers[0])
+            return next((p for p in (_load(folder, number) for number in numbers) if p), None)
         except FileNotFoundError:  # fifty publishes since the listing
             continue
     return None
 
 
 def load(folder: str, generation: int) -> Pointer:
-    """One pointer."""
-    return Pointer.model_validate(files.read_json(_path(folder, generation)))
+    """One pointer.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    found = _load(folder, generation)
+    if found is None:
+        raise _damaged(_path(folder, generation), "no content")
+    return found
+
+
+def history(folder: str) -> list[Pointer]:
+    """The pointers that are left, the newest first."""
+    return list(readable(folder))
+
+
+def readable(folder: str) -> Iterator[Pointer]:
+    """The pointers that are left and can be read, the newest first."""
+    for number in generations(folder):
+        try:
+            found = _load(folder, number)
+        except (StorageError, FileNotFoundError):
+            continue
+        if found is not None:
+            yield found
+
+
+def unreadable(folder: str) -> list[int]:
+    """Numbers of the pointers that are damaged."""
+    found = {pointer.generation for pointer in readable(folder)}
+    return [number for number in generations(folder) if number not in found]
+
+
+def _load(folder: str, generation: int) -> Pointer | None:
+    """One pointer; None where it is not there yet: on a mount without hard links its name comes
+    before its content.
+    """
+    path = _path(folder, generation)
+    data = files.read_bytes(path)
+    if not data:
+        return None
+    try:
+        return Pointer.model_validate_json(data)
+    except ValidationError as err:
+        raise _damaged(path, files.first_line(err)) from err
+
+
+def _damaged(path: str, why: str) -> StorageError:
+    return StorageError(
+        "a pointer of the table is damaged",
+        got=why,
+        where=path,
+        do="Publishing again replaces it: run the same command again.",
+    )
 
 
 def create(folder: str, pointer: Pointer) -> None:
@@ -87,7 +142,7 @@ def create(folder: str, pointer: Pointer) -> None:
     """
     path = _path(folder, pointer.generation)
     data = (pointer.model_dump_json(indent=1) + "\n").encode()
-    if not files.create(path, data) and load(folder, pointer.generation).token != pointer.token:
+    if not files.create(path, data) and _token(folder, pointer.generation) != pointer.token:
         raise conflict(pointer.ds, pointer.surface, path)
     # Also true where a store lets the second put win, or where the number had been cleared away.
     now = latest(folder)
@@ -95,6 +150,15 @@ def create(folder: str, pointer: Pointer) -> None:
         raise conflict(pointer.ds, pointer.surface, path)
     for old in generations(folder)[_KEPT:]:
         files.remove_if_there(_path(folder, old))
+
+
+def _token(folder: str, generation: int) -> str:
+    """Whose pointer has taken a number; empty where that cannot be told at this moment."""
+    try:
+        found = _load(folder, generation)
+    except FileNotFoundError:
+        return ""
+    return found.token if found is not None else ""
 
 
 def conflict(ds: str, surface: str, where: str) -> ConflictError:

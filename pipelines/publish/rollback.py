@@ -34,7 +34,8 @@ def rollback(config: RunConfig, run_id: str | None = None) -> Published:
     history = table.history()
     current = table.current()
     wanted = run_id or _previous(config, history, current)
-    if current is not None and current.run_id == wanted:
+    now = None if current is None else current.run_id
+    if current is not None and now == wanted:
         return current
     older = next((entry for entry in history if entry.run_id == wanted), None)
     run_dir = files.join(config.run.work_dir, wanted)
@@ -47,12 +48,12 @@ def rollback(config: RunConfig, run_id: str | None = None) -> Published:
         )
     if older is not None:
         try:
-            return table.restore(older)
+            return table.restore(older, withdraw=now)
         except ConflictError:
             raise
         except StorageError:  # the table let them go; the run's folder may have them
             pass
-    return table.replace(_staged(config, run_dir))
+    return table.replace(_staged(config, run_dir), withdraw=now)
 
 
 def _previous(config: RunConfig, history: list[Published], current: Published | None) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,8 +13,32 @@ import pyarrow.parquet as pq
 
 from pipelines import files
 from schemas.runs import RunPlan, ShardReceipt, StagedFile
+from schemas.settings import RunConfig
+from schemas.tables import IdType, embeddings_schema, recommendations_schema
 
 _GROUP_BYTES = 64 << 20  # of a row group, before compression
+
+
+class Rows(Protocol):
+    """Rows of one run, to be a partition's only ones."""
+
+    @property
+    def run_id(self) -> str:
+        """The run that stands in every row."""
+
+    @property
+    def layout(self) -> str:
+        """`long` or `wide`."""
+
+    @property
+    def parts(self) -> int:
+        """How many `shards` gives."""
+
+    def shards(self) -> Iterator[tuple[int, pa.Table]]:
+        """Numbered parts without `ds` and `surface`, at least one, which may be empty."""
+
+    def schema(self) -> pa.Schema:
+        """Columns of the parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,19 +53,27 @@ class RunRows:
         return receipt.files["quarantine"] if self.quarantine else receipt.result
 
     @property
-    def rows(self) -> int:
-        """Rows of the published table; one per user in the wide layout."""
-        if self.quarantine or self.plan.config.output.layout == "long":
-            return sum(self._file(receipt).rows for receipt in self.receipts)
-        paths = (files.join(self.plan.run_dir, r.result.path) for r in self.receipts)
-        firsts = (pc.equal(files.read_parquet(path, ["rank"])["rank"], 1) for path in paths)
-        return sum(int(pc.sum(first).as_py() or 0) for first in firsts)
+    def run_id(self) -> str:
+        """See `Rows`."""
+        return self.plan.run_id
+
+    @property
+    def layout(self) -> str:
+        """See `Rows`."""
+        return self.plan.config.output.layout
+
+    def _filled(self) -> list[ShardReceipt]:
+        ordered = sorted(self.receipts, key=lambda receipt: receipt.shard)
+        return [receipt for receipt in ordered if self._file(receipt).rows] or ordered[:1]
+
+    @property
+    def parts(self) -> int:
+        """See `Rows`."""
+        return len(self._filled())
 
     def shards(self) -> Iterator[tuple[int, pa.Table]]:
         """Shards that have rows, in order; the first one, empty, where none has."""
-        ordered = sorted(self.receipts, key=lambda receipt: receipt.shard)
-        filled = [receipt for receipt in ordered if self._file(receipt).rows] or ordered[:1]
-        for receipt in filled:
+        for receipt in self._filled():
             table = files.read_parquet(files.join(self.plan.run_dir, self._file(receipt).path))
             if self.quarantine:
                 table = table.drop_columns(["ds", "surface"])  # they are the partition
@@ -75,6 +108,21 @@ def to_wide(table: pa.Table) -> pa.Table:
     )
 
 
+def published_schema(
+    config: RunConfig, user_id: IdType, item_id: IdType, width: int | None = None
+) -> pa.Schema:
+    """Columns that a run of the configuration publishes, without `ds` and `surface`.
+
+    Args:
+        width: of its embeddings; any where it is not known.
+    """
+    if config.task.embed is not None:
+        return embeddings_schema(user_id, width or 1)
+    labels = config.task.label is not None
+    long = recommendations_schema(user_id, item_id, labels=labels)
+    return to_wide(long.empty_table()).schema if config.output.layout == "wide" else long
+
+
 def with_partition(table: pa.Table, ds: str, surface: str) -> pa.Table:
     """The rows with `ds` and `surface` as columns, as Iceberg and Delta tables hold them.
 
@@ -87,11 +135,40 @@ def with_partition(table: pa.Table, ds: str, surface: str) -> pa.Table:
     return pa.table([*constants, *table.columns], schema=pa.schema(fields))
 
 
+def as_lists(rows: pa.Table) -> pa.Table:
+    """Vectors as lists without a fixed length, the only ones that lake tables know."""
+    fields = [
+        field.with_type(pa.list_(field.type.value_type))
+        if pa.types.is_fixed_size_list(field.type)
+        else field
+        for field in rows.schema
+    ]
+    return rows.cast(pa.schema(fields))
+
+
+def fitted(rows: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The rows with the columns of a table, in its order and types; what they lack is null."""
+    columns = [
+        rows[field.name].cast(field.type)
+        if field.name in rows.column_names
+        else pa.nulls(len(rows), field.type)
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema)
+
+
 def rows_per_group(schema: pa.Schema) -> int:
     """Rows of a row group of about 64 MiB: the default of a million is 4 GiB of 1024-d vectors."""
     widths = [f.type.list_size for f in schema if pa.types.is_fixed_size_list(f.type)]
     per_row = 100 + 4 * sum(widths)
     return max(1024, int(_GROUP_BYTES // per_row))
+
+
+def encoded(table: pa.Table) -> bytes:
+    """The rows as a Parquet file for point lookups; see `write_rows`."""
+    buffer = io.BytesIO()
+    write_rows(buffer, table)
+    return buffer.getvalue()
 
 
 def write_rows(stream: Any, table: pa.Table) -> None:
@@ -111,4 +188,5 @@ def write_rows(stream: Any, table: pa.Table) -> None:
         row_group_size=max(1, min(len(table), rows_per_group(table.schema))),
         sorting_columns=order or None,
         write_page_index=True,
+        write_page_checksum=True,
     )

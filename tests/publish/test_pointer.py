@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from pipelines.publish import open_table, pointer, publish_run, read_current
+from pipelines.publish import check_output, open_table, pointer, publish_run, read_current
 from schemas.errors import ConfigError, ConflictError, StorageError
 from tests.publish.runs import (
     DS,
@@ -98,15 +98,17 @@ def test_old_pointers_go_and_numbers_never_come_back(tmp_path, monkeypatch):
     assert open_table(config).current().version == "6"
 
 
-def test_a_table_of_an_older_version_gets_its_pointer(tmp_path):
-    """Files without a generation, as they were before there were pointers."""
+def test_files_that_no_pointer_names_are_somebody_elses(tmp_path):
+    """Also such that are called as ours are: nothing is removed, nothing is published beside."""
     config = config_of(tmp_path, "parquet")
     folder = tmp_path / "out" / f"ds={DS}" / "surface=home"
     folder.mkdir(parents=True)
-    (folder / "part-2026-11-28-home-0123456789ab-00000.parquet").write_bytes(b"old")
-    run = staged_run(config, "a")
-    published = publish_run(*run)
-    assert {p.name for p in folder.iterdir()} == {*published.files, "_SUCCESS"}
+    (folder / "part-00000001-2026-11-28-home-0123456789ab-00000.parquet").write_bytes(b"old")
+    with pytest.raises(ConfigError, match=r"files that no publish wrote.*part-00000001"):
+        check_output(config)
+    with pytest.raises(ConfigError, match="Nothing was removed"):
+        publish(config, "a")
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_a_file_that_was_lost_by_hand_is_published_again(tmp_path):
@@ -132,4 +134,4 @@ def test_a_damaged_pointer_is_named(tmp_path):
 def test_a_whole_bucket_cannot_be_the_output(tmp_path):
     config = config_of(tmp_path, "parquet", output={"path": "s3://bucket/"})
     with pytest.raises(ConfigError, match="whole bucket"):
-        open_table(config).check(config)
+        check_output(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import polars as pl
@@ -143,6 +144,9 @@ def test_an_unfinished_publish_is_no_part_of_a_table(table_format, tmp_path):
     if table_format == "parquet":
         stray = Path(published.partition) / "part-00000001-2026-11-28-dead-00000.parquet"
         stray.write_bytes(b"")
+        notes = tmp_path / "out.current" / f"ds={DS}" / "surface=home"
+        note = notes / "00000001-dead.writing.json"  # which a publish leaves before its first file
+        note.write_text(json.dumps({"stem": "part-00000001-2026-11-28-dead"}))
         publish_run(*run)
         assert not stray.exists(), "and is removed by the next publish"
     rows = pl.from_arrow(open_table(config).read())

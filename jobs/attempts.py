@@ -15,28 +15,27 @@ import datetime as dt
 import os
 import socket
 import uuid
-
-from pydantic import BaseModel, ConfigDict, ValidationError
+from typing import ClassVar
 
 from pipelines import files
+from pipelines.records import read_record
 from schemas.errors import NightshelfError, StorageError
+from schemas.records import Record, Stored
 from schemas.runs import RunPlan, Shard
 
 
-class Failure(BaseModel):
+class Failure(Record):
     """How an attempt ended that did not end well."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: str  # of the error tree
     exit_code: int
     message: str
 
 
-class Attempt(BaseModel):
+class Attempt(Stored):
     """One attempt at one shard by one worker process."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    NAME: ClassVar[str] = "an attempt"
 
     id: str
     launch: str
@@ -47,6 +46,14 @@ class Attempt(BaseModel):
     engine: str  # one engine of one process
     started_at: str
     failure: Failure | None = None
+
+
+class _EngineEnd(Stored):
+    """Whether an engine started; `failure` says why not."""
+
+    NAME: ClassVar[str] = "an engine's record"
+
+    failure: Failure | None
 
 
 def attempts_path(plan: RunPlan, launch: str, shard: Shard) -> str:
@@ -91,8 +98,8 @@ def attempts_of(plan: RunPlan, launch: str, shard: Shard) -> list[Attempt]:
         if name.startswith("."):
             continue
         try:
-            found.append(Attempt.model_validate(files.read_json(files.join(folder, name))))
-        except (ValidationError, StorageError, FileNotFoundError):
+            found.append(read_record(Attempt, files.join(folder, name)))
+        except (StorageError, FileNotFoundError):
             continue  # written at this moment
     return sorted(found, key=lambda attempt: attempt.started_at)
 
@@ -102,7 +109,7 @@ def engine_ended(plan: RunPlan, launch: str, engine: str, error: NightshelfError
     failure = None
     if error is not None:
         failure = Failure(kind=error.kind, exit_code=error.exit_code, message=str(error))
-    record = {"failure": None if failure is None else failure.model_dump(mode="json")}
+    record = _EngineEnd(failure=failure).model_dump(mode="json")
     files.write_json(files.join(_engines_path(plan, launch), f"{engine}.json"), record)
 
 
@@ -114,10 +121,9 @@ def no_engine_starts(plan: RunPlan, launch: str) -> Failure | None:
         return None
     last: Failure | None = None
     for name in names:
-        failure = files.read_json(files.join(folder, name))["failure"]
-        if failure is None:
+        last = read_record(_EngineEnd, files.join(folder, name)).failure
+        if last is None:
             return None
-        last = Failure.model_validate(failure)
     return last
 
 

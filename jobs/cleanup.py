@@ -16,7 +16,9 @@ from jobs.run import load_plan
 from jobs.run_lock import only_run_of
 from pipelines import files
 from pipelines.profile import published_marker
+from pipelines.records import read_record
 from schemas.errors import RunError, StorageError
+from schemas.markers import Marker
 from schemas.runs import RunPlan
 
 _HEAVY = ("staged", "shards", "spill", "catalog", "attempts")
@@ -104,7 +106,7 @@ def _kept(runs: list[RunStatus], keep: int) -> set[str]:
     for run in runs:
         marker = published_marker(run.run_dir)
         if files.exists(marker):
-            at = float(files.read_json(marker)["published_at"])
+            at = read_record(Marker, marker).published_at
             entry = (run.status == "published", at, run.run_dir)
             partitions.setdefault((run.table, run.ds, run.surface), []).append(entry)
     return {

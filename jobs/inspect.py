@@ -15,8 +15,10 @@ from pipelines.items import catalog_dir, open_items, titles
 from pipelines.prepare import shard_of, shards_of
 from pipelines.profile import published_marker, table_key
 from pipelines.publish import open_table
+from pipelines.records import read_record
 from pipelines.run_shard import load_receipt
 from schemas.errors import ConfigError, StorageError, quoted
+from schemas.markers import ManifestHead
 from schemas.runs import Counts, RunPlan, ShardReceipt, working_seconds
 from schemas.settings import RunConfig
 
@@ -45,8 +47,7 @@ def run_status(run_dir: str) -> RunStatus:
     if receipts:
         state = "scored" if len(receipts) == plan.num_shards else "scoring"
     if files.exists(manifest_path(run_dir)):
-        manifest: dict[str, Any] = files.read_json(manifest_path(run_dir))
-        state = manifest["status"]
+        state = read_record(ManifestHead, manifest_path(run_dir)).status
     if files.exists(published_marker(run_dir)):  # whatever was tried with it since
         state = "published" if _current_run(plan) == plan.run_id else "replaced"
     return RunStatus(

@@ -17,8 +17,10 @@ from pipelines.plan import plan_run
 from pipelines.prepare import is_prepared, shards_of
 from pipelines.profile import publish_record, published_marker
 from pipelines.publish import publish_quarantine, publish_run
+from pipelines.records import read_record
 from pipelines.run_shard import load_receipt
 from schemas.errors import AuditRefusedError, NightshelfError, RunError, StorageError, quoted
+from schemas.markers import Launch
 from schemas.runs import (
     AuditReport,
     Counts,
@@ -128,7 +130,7 @@ def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clo
     failed: dict[int, str] = {}
     if todo:
         progress.step("score")
-        files.write_json(_launch_path(plan), {"launcher": launcher.name})
+        files.write_json(_launch_path(plan), Launch(launcher=launcher.name).model_dump())
         failed = launcher.launch(plan, todo, progress)
     receipts = receipts_of(plan)
     missing = {s.index for s in shards} - {r.shard for r in receipts}
@@ -244,7 +246,7 @@ def _audit_path(plan: RunPlan) -> str:
 
 def last_audit(plan: RunPlan) -> AuditReport:
     """The report that `audit_step` kept last."""
-    return AuditReport.model_validate(files.read_json(_audit_path(plan)))
+    return read_record(AuditReport, _audit_path(plan))
 
 
 def _passed_audit(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
@@ -278,11 +280,7 @@ def load_plan(run_dir: str) -> RunPlan:
     path = plan_path(run_dir)
     if not files.exists(path):
         raise StorageError("no run is in this folder", got=quoted(run_dir))
-    try:
-        return RunPlan.model_validate(files.read_json(path))
-    except ValueError as err:
-        first = str(err).splitlines()[0]
-        raise StorageError("a run's plan cannot be read", got=first, where=path) from err
+    return read_record(RunPlan, path)
 
 
 class Clock:
@@ -351,11 +349,7 @@ def load_manifest(plan: RunPlan) -> RunManifest:
     path = manifest_path(plan.run_dir)
     if not files.exists(path):
         raise RunError("the run has not ended yet", where=plan.run_dir, do="Run it to its end.")
-    try:
-        return RunManifest.model_validate(files.read_json(path))
-    except ValueError as err:
-        first = str(err).splitlines()[0]
-        raise StorageError("a run's manifest cannot be read", got=first, where=path) from err
+    return read_record(RunManifest, path)
 
 
 def keep_manifest(manifest: RunManifest) -> None:
@@ -378,7 +372,7 @@ def report_of(manifest: RunManifest, users: Sequence[str] = ()) -> RunManifest:
 
 def _launcher(plan: RunPlan) -> str | None:
     path = _launch_path(plan)
-    return str(files.read_json(path)["launcher"]) if files.exists(path) else None
+    return read_record(Launch, path).launcher if files.exists(path) else None
 
 
 def _versions() -> dict[str, str]:

@@ -96,8 +96,21 @@ def the_plan(
             do="Plan another one with `nightshelf prepare CONFIG`.",
         )
     if same_model:
+        _check_release(plan)
         check_unchanged(plan)
     return plan
+
+
+def _check_release(plan: RunPlan) -> None:
+    """A step may not go on with other settings than the run was planned with."""
+    if plan.unread:
+        raise ConfigError(
+            "the run was planned by another release of nightshelf",
+            expected="settings that this one knows",
+            got=", ".join(plan.unread),
+            where=plan.run_dir,
+            do="Plan another run with `nightshelf run CONFIG`, or use the release that planned it.",
+        )
 
 
 def _changes(plan: RunPlan, config: RunConfig, set_: list[str]) -> list[str]:

@@ -20,8 +20,11 @@ from engine.tokenizer import Tokenizer, load_tokenizer
 from pipelines import files
 from pipelines.input_columns import Wanted, read_columns
 from pipelines.profile import published_marker
+from pipelines.records import read_record
 from pipelines.shard_columns import first_users
-from schemas.runs import InputTable, RunPlan
+from schemas.errors import StorageError
+from schemas.markers import Marker
+from schemas.runs import InputTable, RunManifest, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import ID_TYPES, shape_of
 from schemas.templates import Segment
@@ -169,15 +172,19 @@ def _rows_per_second(plan: RunPlan) -> tuple[float | None, str]:
     for name in files.list_names(plan.config.run.work_dir):
         marker = published_marker(files.join(plan.config.run.work_dir, name))
         if files.exists(marker):
-            at = float(files.read_json(marker)["published_at"])
+            at = read_record(Marker, marker).published_at
             latest = max(latest or (at, name), (at, name))
     if latest is None:
         return None, "no run to take the speed from"
-    manifest = files.read_json(files.join(plan.config.run.work_dir, latest[1], "manifest.json"))
-    if manifest["plan"]["hashes"]["model"] != plan.hashes["model"]:
+    path = files.join(plan.config.run.work_dir, latest[1], "manifest.json")
+    try:
+        manifest = read_record(RunManifest, path)
+    except (StorageError, FileNotFoundError) as err:  # an estimate: nothing hangs on it
+        return None, f"the last run's manifest cannot be read: {files.first_line(err)}"
+    if manifest.plan.hashes["model"] != plan.hashes["model"]:
         return None, "the last run was of another model"
-    seconds = sum(shard["seconds"] for shard in manifest["shards"])
-    rows = manifest["counts"]["rows_forwarded"]
+    seconds = sum(shard.seconds for shard in manifest.shards)
+    rows = manifest.counts.rows_forwarded
     if not seconds or not rows:
         return None, "the last run forwarded nothing"
     return rows / seconds, f"the speed of run {latest[1]}"

@@ -10,12 +10,16 @@ usually read as a shift).
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import polars as pl
 import xxhash
-from pydantic import BaseModel, ConfigDict
 
 from pipelines import files
+from pipelines.records import read_record
+from schemas.markers import Marker
+from schemas.records import Stored
 from schemas.runs import Counts, RunPlan
 from schemas.settings import RunConfig
 
@@ -26,10 +30,10 @@ _NEW = 10.0  # drift from nothing to something: more than any other
 _LEAST_SHARE = 1e-4  # of a bin, so that an empty one does not count as infinite
 
 
-class RunProfile(BaseModel):
+class RunProfile(Stored):
     """A run in a few numbers; its sample is in the file beside it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    NAME: ClassVar[str] = "a run's profile"
 
     run_id: str
     ds: str
@@ -99,13 +103,13 @@ def task_kind(config: RunConfig) -> str:
 
 def publish_record(plan: RunPlan, at: float) -> dict[str, object]:
     """What `published_marker` holds."""
-    return {
-        "ds": plan.ds,
-        "surface": plan.surface,
-        "table": table_key(plan.config),
-        "task": task_kind(plan.config),
-        "published_at": at,
-    }
+    return Marker(
+        ds=plan.ds,
+        surface=plan.surface,
+        table=table_key(plan.config),
+        task=task_kind(plan.config),
+        published_at=at,
+    ).model_dump()
 
 
 def published_marker(run_dir: str) -> str:
@@ -121,14 +125,14 @@ def last_published(plan: RunPlan) -> tuple[RunProfile, pl.DataFrame] | None:
         marker = published_marker(run_dir)
         if name == plan.run_id or not files.exists(marker):
             continue
-        record = files.read_json(marker)
-        same = (record["surface"], record.get("table")) == (plan.surface, table_key(plan.config))
-        if same and record.get("task") == task_kind(plan.config) and record["ds"] <= plan.ds:
-            found.append((record["ds"], record["published_at"], run_dir))
+        record = read_record(Marker, marker)
+        same = (record.surface, record.table) == (plan.surface, table_key(plan.config))
+        if same and record.task == task_kind(plan.config) and record.ds <= plan.ds:
+            found.append((record.ds, record.published_at, run_dir))
     for *_, run_dir in sorted(found, reverse=True):
         sample = load_sample(run_dir)
         if files.exists(_profile_path(run_dir)) and sample is not None:
-            return RunProfile.model_validate(files.read_json(_profile_path(run_dir))), sample
+            return read_record(RunProfile, _profile_path(run_dir)), sample
     return None
 
 

@@ -19,6 +19,7 @@ from pipelines import files
 from pipelines.catalog import Catalog
 from pipelines.embed import embed_shard
 from pipelines.read import ShardInput, read_shard
+from pipelines.records import read_record
 from pipelines.score import ShardScores, score_shard
 from pipelines.validate import QuarantinedRow
 from pipelines.write import (
@@ -32,6 +33,7 @@ from pipelines.write import (
 from schemas.errors import (
     AccountingError,
     NightshelfError,
+    RecordError,
     ShardFailedError,
     StorageError,
     is_panic,
@@ -56,7 +58,9 @@ def load_receipt(plan: RunPlan, shard: Shard) -> ShardReceipt | None:
     if not files.exists(path):
         return None
     try:
-        receipt = ShardReceipt.model_validate(files.read_json(path))
+        receipt = read_record(ShardReceipt, path)
+    except RecordError:
+        raise  # it proves something, which another release can read
     except (ValueError, StorageError):
         return None  # a damaged receipt proves nothing
     staged = (files.join(plan.run_dir, file.path) for file in receipt.files.values())

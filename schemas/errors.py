@@ -14,6 +14,7 @@ NightshelfError                 1   something we did not foresee, still said in 
 │   └── StorageError            4   a file could not be written or read back
 │       ├── MissingFileError    4   it is not there
 │       ├── DamagedFileError    4   its content is not what was written
+│       ├── RecordError         2   a record of another release, which this one cannot read
 │       └── ConflictError       4   somebody else changed the same partition meanwhile
 ├── EngineError                 5   the engine cannot start
 └── AuditRefusedError           6   a gate refused; what was published before stays
@@ -171,6 +172,14 @@ class DamagedFileError(StorageError):
     """The content of a file is not what was written, or cannot be decoded."""
 
     kind = "damaged"
+
+
+class RecordError(StorageError):
+    """A file that another release left has a format that this one does not know: trying it again
+    helps nobody.
+    """
+
+    exit_code, kind, retryable = 2, "record", False
 
 
 class ConflictError(StorageError):

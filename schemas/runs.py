@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field, model_validator
 
+from schemas.records import Record, Stored, recorded_config
 from schemas.requests import NativeBeams
 from schemas.settings import RunConfig
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
 
 RunEnd = Literal["published", "failed", "refused"]
 
 
-class InputFile(_Record):
+class InputFile(Record):
     """One listed input file. `version` is the etag, or size and change time where there is none."""
 
     path: str
@@ -27,7 +23,7 @@ class InputFile(_Record):
     version: str
 
 
-class InputTable(_Record):
+class InputTable(Record):
     """The snapshot of an input table: the files found at plan time and nothing else."""
 
     name: str
@@ -40,8 +36,10 @@ class InputTable(_Record):
         return sum(file.rows for file in self.files)
 
 
-class RunPlan(_Record):
+class RunPlan(Stored):
     """What a run will do. Two plans with the same `run_id` do the same work on the same inputs."""
+
+    NAME: ClassVar[str] = "a run's plan"
 
     run_id: str
     ds: str
@@ -54,9 +52,18 @@ class RunPlan(_Record):
     item_id_type: Literal["string", "int64"]
     vector_dim: int | None = None  # length every user vector must have
     run_dir: str
+    unread: tuple[str, ...] = Field((), exclude=True)  # settings that only another release knows
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_any_release(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict) or not isinstance(raw.get("config"), dict):
+            return raw
+        config, unread = recorded_config(raw["config"])
+        return {**raw, "config": config, "unread": unread}
 
 
-class Shard(_Record):
+class Shard(Record):
     """The unit of work, retry and resume: a fixed, self-contained set of users."""
 
     index: int
@@ -68,7 +75,7 @@ class Shard(_Record):
         return f"shard-{self.index:05d}"
 
 
-class Counts(_Record):
+class Counts(Record):
     """What happened to rows. Sums of shards are counts of the run; `Counts.check` balances them."""
 
     users_in: int = 0
@@ -142,7 +149,7 @@ class Counts(_Record):
 StagedKind = Literal["recommendations", "embeddings", "outcomes", "quarantine"]
 
 
-class StagedFile(_Record):
+class StagedFile(Record):
     """A file a shard left in the run folder, by its path relative to that folder."""
 
     path: str
@@ -151,8 +158,10 @@ class StagedFile(_Record):
     xxh3: str
 
 
-class ShardReceipt(_Record):
+class ShardReceipt(Stored):
     """Proof that a shard is done; written last."""
+
+    NAME: ClassVar[str] = "a shard's receipt"
 
     run_id: str
     shard: int
@@ -193,7 +202,7 @@ def working_seconds(receipts: Iterable[ShardReceipt]) -> float:
 GateVerdict = Literal["passed", "warned", "refused", "no limit", "nothing to compare"]
 
 
-class GateResult(_Record):
+class GateResult(Record):
     """One audit gate: what was measured, what is allowed, and whether it passed."""
 
     gate: str
@@ -221,8 +230,10 @@ class GateResult(_Record):
         return f"{self.gate} is {value}, allowed {self.allowed} ({self.detail})"
 
 
-class AuditReport(_Record):
+class AuditReport(Stored):
     """All gates of a run."""
+
+    NAME: ClassVar[str] = "a run's audit"
 
     run_id: str
     attempts: dict[int, str] = Field(description="shard -> the attempt that was audited")
@@ -239,7 +250,7 @@ class AuditReport(_Record):
         return tuple(g for g in self.gates if not g.passed and g.action == "warn")
 
 
-class Published(_Record):
+class Published(Record):
     """What a publish made visible. A table's history is a list of these, the newest first."""
 
     table: str
@@ -252,8 +263,10 @@ class Published(_Record):
     published_at: str = ""
 
 
-class RunManifest(_Record):
+class RunManifest(Stored):
     """Everything about a run, written when it ends."""
+
+    NAME: ClassVar[str] = "a run's manifest"
 
     plan: RunPlan
     status: RunEnd

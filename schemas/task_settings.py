@@ -21,7 +21,7 @@ CollisionPolicy = Literal["all", "most_popular", "first"]
 LengthNorm = Literal["sum", "mean"]
 Pooling = Literal["last", "mean"]
 Width = Annotated[Positive, Field(le=LONGEST_LIST)]
-TokenId = Annotated[StrictInt, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[StrictInt, Field(le=2**31 - 1)]  # the plan says which are tokens
 
 
 class ScoreSettings(Section):

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pipelines import files
 from pipelines.publish.names import partition_name, pointer_root
-from schemas.errors import ConflictError, StorageError
+from schemas.errors import ConflictError, RecordError, StorageError
+from schemas.records import Stored
 
 _NAME = re.compile(r"^(\d{8})\.json$")
 _KEPT = 50  # pointers that stay as the partition's history
@@ -34,10 +36,10 @@ class PointedFile(BaseModel):
     xxh3: str = ""  # of the content; empty in pointers of older versions
 
 
-class Pointer(BaseModel):
+class Pointer(Stored):
     """The rows of a partition: these files, below the table's root in `partition`."""
 
-    model_config = ConfigDict(frozen=True)
+    NAME: ClassVar[str] = "a pointer of the table"
 
     generation: int
     token: str  # tells two pointers of one number apart
@@ -99,6 +101,8 @@ def readable(folder: str) -> Iterator[Pointer]:
     for number in generations(folder):
         try:
             found = _load(folder, number)
+        except RecordError:
+            raise  # another release can read it: it is not to be passed over
         except (StorageError, FileNotFoundError):
             continue
         if found is not None:
@@ -121,6 +125,9 @@ def _load(folder: str, generation: int) -> Pointer | None:
         return None
     try:
         return Pointer.model_validate_json(data)
+    except RecordError as err:
+        err.where = path
+        raise
     except ValidationError as err:
         raise _damaged(path, files.first_line(err)) from err
 

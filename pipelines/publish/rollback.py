@@ -6,12 +6,11 @@ what the audit let through then.
 
 from __future__ import annotations
 
-from pydantic import ValidationError
-
 from pipelines import files
 from pipelines.prepare import shards_of
 from pipelines.publish import open_table
 from pipelines.publish.rows import RunRows
+from pipelines.records import read_record
 from pipelines.run_shard import load_receipt
 from schemas.errors import ConfigError, ConflictError, StorageError, quoted
 from schemas.runs import Published, RunManifest, RunPlan
@@ -77,10 +76,7 @@ def _was_published(config: RunConfig, run_dir: str) -> bool:
     path = files.join(run_dir, "manifest.json")
     if not files.exists(path):
         return False
-    try:
-        manifest = RunManifest.model_validate(files.read_json(path))
-    except ValidationError as err:
-        raise StorageError("a manifest cannot be read", got=str(err), where=path) from err
+    manifest = read_record(RunManifest, path)
     same = (manifest.plan.ds, manifest.plan.surface) == (config.ds, config.surface)
     return same and manifest.status == "published"
 
@@ -90,7 +86,7 @@ def _staged(config: RunConfig, run_dir: str) -> RunRows:
     path = files.join(run_dir, "plan.json")
     if not files.exists(path):
         raise _gone(run_dir, "the run's folder is gone")
-    found = RunPlan.model_validate(files.read_json(path))
+    found = read_record(RunPlan, path)
     settings = found.config.model_copy(update={"output": config.output})
     plan = found.model_copy(update={"config": settings, "run_dir": run_dir})
     receipts = [receipt for s in shards_of(plan) if (receipt := load_receipt(plan, s)) is not None]

@@ -46,8 +46,9 @@ def test_exit_codes_are_the_documented_ones():
     assert codes == {
         "NightshelfError": 1, "ConfigError": 2, "InputError": 3, "TableError": 3,
         "CatalogError": 3, "RunError": 4, "ShardFailedError": 4, "AccountingError": 4,
-        "StorageError": 4, "ConflictError": 4, "EngineError": 5, "AuditRefusedError": 6,
-        "ComparisonRefusedError": 6,
+        "StorageError": 4, "RecordError": 2, "ConflictError": 4, "AccessError": 2,
+        "ChangedError": 4, "MissingFileError": 4, "DamagedFileError": 4, "EngineError": 5,
+        "AuditRefusedError": 6, "WithdrawnError": 6, "ComparisonRefusedError": 6,
     }  # fmt: skip
 
 

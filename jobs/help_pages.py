@@ -61,7 +61,8 @@ _EPILOG = (
     "4 some shards failed, running again is safe · 5 the engine cannot start · 6 the audit refused "
     "· 130 interrupted"
     "\n\n"
-    "Start with `nightshelf plan my.yaml`, then `nightshelf run my.yaml`."
+    "Start with `nightshelf init`, which writes a configuration for your tables; then "
+    "`nightshelf plan my.yaml` and `nightshelf run my.yaml`."
 )
 
 

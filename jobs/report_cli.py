@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from jobs.launchers import LauncherOption
+from jobs.inspect import published_plan
+from jobs.launchers import LauncherName, LauncherOption, open_launcher
 from jobs.options import (
     DebugOption,
     DsOption,
@@ -21,9 +22,42 @@ from jobs.options import (
     stdout,
 )
 from jobs.progress import open_progress
-from jobs.run import load_manifest, report_of
+from jobs.run import load_manifest, manifest_path, report_of
 from jobs.run_lock import only_run_of
-from jobs.steps_cli import RunIdOption, TargetArg, the_run
+from jobs.steps_cli import RunIdOption, TargetArg, the_plan
+from pipelines import files
+from pipelines.plan import plan_run
+from schemas.errors import EngineError, InputError, NightshelfError, StorageError
+from schemas.runs import RunPlan
+
+
+def _ended_run(
+    target: str,
+    run_id: str | None,
+    ds: str | None,
+    set_: list[str] | None,
+    launcher: LauncherName | None,
+) -> RunPlan:
+    """The run of a folder or an id. Of a configuration, the one that its inputs give now, where
+    that has ended; else, since an input has changed or is gone, the one that readers see.
+    """
+    found = the_plan(target, run_id, ds, set_, same_model=False)
+    if isinstance(found, RunPlan):
+        return found
+    asked: RunPlan | NightshelfError
+    try:
+        with open_launcher(launcher, found) as chosen:
+            asked = plan_run(chosen.locate(found))
+        if files.exists(manifest_path(asked.run_dir)):
+            return asked
+    except (InputError, EngineError) as err:
+        asked = err
+    try:
+        return published_plan(found)
+    except StorageError:  # nothing is published, or its folder is gone
+        if isinstance(asked, NightshelfError):
+            raise asked from None
+        return asked
 
 
 def report(
@@ -46,8 +80,8 @@ def report(
     """
 
     def body() -> None:
+        plan = _ended_run(target, run_id, ds, set_, launcher)
         with (
-            the_run(target, run_id, ds, set_, launcher, same_model=False) as (plan, _),
             only_run_of(plan),
             open_progress(stderr(), log_format) as progress,
         ):

@@ -46,7 +46,9 @@ class RunPlan(Stored):
     surface: str
     config: RunConfig
     inputs: dict[str, InputTable]
-    hashes: dict[str, str] = Field(description="config, inputs, catalog, model")
+    hashes: dict[str, str] = Field(
+        description="Of what the run is made of: config, inputs, catalog, model and projector"
+    )
     num_shards: int
     user_id_type: Literal["string", "int64"]
     item_id_type: Literal["string", "int64"]
@@ -76,7 +78,7 @@ class Shard(Record):
 
 
 class Counts(Record):
-    """What happened to rows. Sums of shards are counts of the run; `Counts.check` balances them."""
+    """What happened to rows. Sums of shards are counts of the run; `imbalances` compares them."""
 
     users_in: int = 0
     users_recommended: int = 0

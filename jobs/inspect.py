@@ -12,7 +12,8 @@ from pipelines import files
 from pipelines.catalog import is_saved
 from pipelines.frames import read_frame
 from pipelines.items import catalog_dir, open_items, titles
-from pipelines.prepare import shard_of, shards_of
+from pipelines.prepare import shard_of
+from pipelines.prepared import shards_of
 from pipelines.profile import published_marker, table_key
 from pipelines.publish import open_table
 from pipelines.records import read_record
@@ -42,7 +43,8 @@ class RunStatus:
 def run_status(run_dir: str) -> RunStatus:
     """The status of one run folder."""
     plan = load_plan(run_dir)
-    receipts = [r for r in (load_receipt(plan, s) for s in shards_of(plan)) if r is not None]
+    found = (load_receipt(plan, shard, prove=False) for shard in shards_of(plan))
+    receipts = [receipt for receipt in found if receipt is not None]
     state, seconds = "planned", working_seconds(receipts) if receipts else None
     if receipts:
         state = "scored" if len(receipts) == plan.num_shards else "scoring"

@@ -302,7 +302,8 @@ def _told_of_receipts(plan: RunPlan, shards: list[Shard], progress: Progress) ->
     def look() -> None:
         with suppress(StorageError, OSError):  # only the bar waits; the next look may see them
             for name in files.list_names(files.join(plan.run_dir, "receipts")):
-                receipt = load_receipt(plan, waiting[name]) if name in waiting else None
+                shard = waiting.get(name)
+                receipt = load_receipt(plan, shard, prove=False) if shard else None
                 if receipt is not None:
                     del waiting[name]
                     progress.advance(receipt.counts.users_in)

@@ -15,7 +15,7 @@ from jobs.backfill import day_states
 from jobs.inspect import RunStatus, UserView
 from jobs.options import Output, stdout
 from pipelines.estimate import Estimate, estimate, table_bytes
-from pipelines.prepare import shards_of
+from pipelines.prepared import shards_of
 from pipelines.run_shard import load_receipt
 from schemas.runs import RunManifest, RunPlan
 from schemas.settings import RunConfig
@@ -116,7 +116,8 @@ def percent(share: float | None) -> str:
 
 def print_plan(plan: RunPlan, output: Output) -> None:
     """What a run would do."""
-    done = sum(load_receipt(plan, shard) is not None for shard in shards_of(plan))
+    receipts = (load_receipt(plan, shard, prove=False) for shard in shards_of(plan))
+    done = sum(receipt is not None for receipt in receipts)
     if output is Output.json:
         inputs = {
             name: {"files": len(t.files), "rows": t.rows, "bytes": table_bytes(t)}

@@ -10,15 +10,17 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 from jobs.metrics import write_metrics
+from jobs.repair import launch_and_repair
 from jobs.run_lock import only_run_of
 from pipelines import files
 from pipelines.audit import audit_run, staged_files
 from pipelines.plan import plan_run
-from pipelines.prepare import is_prepared, shards_of
+from pipelines.prepared import is_prepared, shards_of
 from pipelines.profile import publish_record, published_marker
 from pipelines.publish import publish_quarantine, publish_run
 from pipelines.records import read_record
 from pipelines.run_shard import load_receipt
+from pipelines.unchanged import check_inputs, check_model
 from schemas.errors import AuditRefusedError, NightshelfError, RunError, StorageError, quoted
 from schemas.markers import Launch
 from schemas.runs import (
@@ -110,7 +112,7 @@ def run_job(config: RunConfig, launcher: Launcher, progress: Progress) -> RunMan
 
 def prepare_step(plan: RunPlan, launcher: Launcher, progress: Progress) -> None:
     """Write the plan, the catalog and the shards; what is there already is kept."""
-    files.write_json(plan_path(plan.run_dir), plan.model_dump(mode="json"))
+    files.write_record(plan_path(plan.run_dir), plan.model_dump(mode="json"))
     progress.step("prepare")
     launcher.prepare(plan, progress)
 
@@ -130,8 +132,8 @@ def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clo
     failed: dict[int, str] = {}
     if todo:
         progress.step("score")
-        files.write_json(_launch_path(plan), Launch(launcher=launcher.name).model_dump())
-        failed = launcher.launch(plan, todo, progress)
+        files.write_record(_launch_path(plan), Launch(launcher=launcher.name).model_dump())
+        failed = launch_and_repair(plan, launcher, todo, progress)
     receipts = receipts_of(plan)
     missing = {s.index for s in shards} - {r.shard for r in receipts}
     for index in missing - failed.keys():
@@ -158,7 +160,7 @@ def audit_step(plan: RunPlan, progress: Progress, clock: Clock) -> AuditReport:
     progress.step("audit")
     receipts = all_receipts(plan)
     audit = audit_run(plan, receipts)
-    files.write_json(_audit_path(plan), audit.model_dump(mode="json"))
+    files.write_record(_audit_path(plan), audit.model_dump(mode="json"))
     if audit.refused:
         _write_manifest(plan, clock, progress, "refused", receipts, audit=audit)
         raise AuditRefusedError(
@@ -178,9 +180,12 @@ def publish_step(
     """Publish a run that its audit let pass.
 
     Raises:
+        ChangedError: an input or the model is not the one that was planned with.
         RunError: shards are missing, or the audit has not seen these.
         AuditRefusedError: it refused them.
     """
+    check_inputs(plan)
+    check_model(plan)
     receipts = all_receipts(plan)
     audit = _passed_audit(plan, receipts)
     changed = staged_files(plan, receipts)
@@ -194,7 +199,7 @@ def publish_step(
     progress.step("publish")
     published = publish_run(plan, receipts)
     quarantine = publish_quarantine(plan, receipts)
-    files.write_json(published_marker(plan.run_dir), publish_record(plan, time.time()))
+    files.write_record(published_marker(plan.run_dir), publish_record(plan, time.time()))
     manifest = _write_manifest(
         plan,
         clock,

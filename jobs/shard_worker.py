@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipelines.catalog import Catalog
 from pipelines.read import ShardInput
 from pipelines.read_ahead import ReadAhead
+from pipelines.unchanged import check_model
 from schemas.errors import EngineError
 from schemas.runs import RunPlan, Shard
 
@@ -25,10 +26,13 @@ def set_environment(threads: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def start_engine(plan: RunPlan, catalog: Catalog | None) -> AbstractContextManager[Engine]:
-    """The engine of this process. It loads torch: call it where the device is already bound.
+@contextmanager
+def start_engine(plan: RunPlan, catalog: Catalog | None) -> Iterator[Engine]:
+    """The engine of this process, until the block ends. It loads torch: call it where the device is
+    already bound.
 
     Raises:
+        ChangedError: the model that it loaded is not the one that was planned with.
         EngineError: a package is missing, or the engine cannot start.
     """
     try:
@@ -39,7 +43,9 @@ def start_engine(plan: RunPlan, catalog: Catalog | None) -> AbstractContextManag
             got=str(err),
             do="Install its packages: pip install 'nightshelf[torch]'.",
         ) from err
-    return open_engine(plan.config, catalog.trie if catalog else None)
+    with open_engine(plan.config, catalog.trie if catalog else None) as engine:
+        check_model(plan)  # after it was loaded: what is loaded is what was planned
+        yield engine
 
 
 def take_and_guess(ahead: ReadAhead, following: Shard | None) -> Callable[[Shard], ShardInput]:

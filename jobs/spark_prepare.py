@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from jobs.spark_session import spark_errors
+from pipelines.files import Written
 from pipelines.prepare import (
-    is_prepared,
-    mark_prepared,
     prepare_candidate_sets,
     prepare_items,
-    shards_of,
 )
 from pipelines.prepare_parts import Chunk, Part, Splitter, join_chunks
+from pipelines.prepared import is_prepared, mark_prepared, shards_of
 from schemas.errors import RunError
 from schemas.runs import RunPlan
 
@@ -41,7 +40,8 @@ _CHUNK_SCHEMA = pa.schema(
         ("data", pa.binary()),
     ]
 )
-_WRITTEN_SCHEMA = pa.schema([("shard", pa.int32())])
+_WRITTEN_SCHEMA = pa.schema([("shard", pa.int32()), ("size", pa.int64()), ("xxh3", pa.string())])
+_WRITTEN = "shard int, size long, xxh3 string"
 _SETTINGS = {
     # A chunk is as large as thousands of rows: few of them are a batch.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "16",
@@ -59,7 +59,7 @@ def prepare_on_executors(spark: SparkSession, plan: RunPlan, part_bytes: int = 6
     prepare_items(plan)
     if is_prepared(plan):
         return
-    prepare_candidate_sets(plan)
+    sealed = prepare_candidate_sets(plan)
     splitter = Splitter.of(plan)
     parts = splitter.parts(part_bytes)
     num = len(parts)
@@ -67,12 +67,13 @@ def prepare_on_executors(spark: SparkSession, plan: RunPlan, part_bytes: int = 6
         spark.sparkContext.setJobDescription(f"nightshelf prepare {plan.run_id}")
         chunks = spark.range(0, num, 1, num).mapInArrow(_split(splitter, parts), _CHUNKS)
         by_shard = chunks.repartition(plan.num_shards, "shard").sortWithinPartitions("shard")
-        written = by_shard.mapInArrow(_join(plan), "shard int").collect()
+        written = by_shard.mapInArrow(_join(plan), _WRITTEN).collect()
         spark.sparkContext.setJobDescription("")
     shards = shards_of(plan)
+    sealed |= {shards[row.shard].path: Written(row.size, row.xxh3) for row in written}
     for index in set(range(plan.num_shards)) - {row.shard for row in written}:
-        join_chunks(plan, shards[index], [])  # no user fell into it
-    mark_prepared(plan)
+        sealed[shards[index].path] = join_chunks(plan, shards[index], [])  # no user fell into it
+    mark_prepared(plan, sealed)
 
 
 @contextmanager
@@ -128,7 +129,9 @@ def _join(plan: RunPlan) -> Callable[[Batches], Batches]:
     def join(batches: Batches) -> Batches:
         files = shards_of(plan)
         for shard, mine in groupby(chunks(batches), key=lambda chunk: chunk.shard):
-            join_chunks(plan, files[shard], mine)
-            yield pa.RecordBatch.from_pydict({"shard": [shard]}, schema=_WRITTEN_SCHEMA)
+            one = join_chunks(plan, files[shard], mine)
+            yield pa.RecordBatch.from_pydict(
+                {"shard": [shard], "size": [one.bytes], "xxh3": [one.xxh3]}, schema=_WRITTEN_SCHEMA
+            )
 
     return join

@@ -43,7 +43,8 @@ from jobs.run import (
 )
 from jobs.run_lock import only_run_of
 from pipelines import files
-from pipelines.plan import check_unchanged, plan_run
+from pipelines.plan import plan_run
+from pipelines.unchanged import check_model
 from schemas.config_file import load_config
 from schemas.errors import AuditRefusedError, ConfigError
 from schemas.runs import AuditReport, RunPlan
@@ -97,7 +98,7 @@ def the_plan(
         )
     if same_model:
         _check_release(plan)
-        check_unchanged(plan)
+        check_model(plan)
     return plan
 
 

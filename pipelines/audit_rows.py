@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
 from pipelines.items import open_items
-from pipelines.prepare import shards_of
+from pipelines.prepared import shards_of
 from pipelines.read import eligibility_columns
 from pipelines.shard_table import read_shard_table
 from schemas.runs import RunPlan, Shard, ShardReceipt

@@ -15,7 +15,8 @@ import pyarrow as pa
 from pipelines import files, input_files
 from pipelines.frames import reading
 from pipelines.input_columns import Piece, Wanted, scan_columns
-from pipelines.prepare import SHARD, shard_column, shards_of
+from pipelines.prepare import SHARD, shard_column
+from pipelines.prepared import shards_of
 from pipelines.shard_columns import schema_of
 from pipelines.shard_table import check_as_planned, read_users
 from schemas.column_types import ID, SCALAR, is_empty

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines import files
 from pipelines.catalog import Catalog
-from pipelines.prepare import candidate_sets_path
+from pipelines.prepared import candidate_sets_path, read_prepared
+from pipelines.shard_columns import shape_of_candidates
 from pipelines.validate import UnknownItems
 from schemas.requests import CandidateSets, Eligibility, Ints, Ragged
 from schemas.runs import Counts, RunPlan, Shard
@@ -43,13 +43,13 @@ def read_candidates(
     Unknown items of shared sets are quarantined once, by the first shard, and counted per user.
     """
     path = candidate_sets_path(plan)
-    if not files.exists(path):
+    if not are_shared(plan):
         lists, ids = positions(table.column(CANDIDATE_LIST).combine_chunks(), catalog)
         names = table.column("user_id")
         unknown = _unknown(lists, ids, names)
         candidates, counts = _own_sets(lists, excluded, eligibility, catalog)
         return candidates, unknown, counts
-    sets, ids, names, which = _shared_sets(files.read_parquet(path), table, catalog)
+    sets, ids, names, which = _shared_sets(read_prepared(plan, path), table, catalog)
     candidates, counts = _clean_shared(sets, which, excluded, eligibility, catalog)
     return candidates, _unknown(sets, ids, names) if shard.index == 0 else None, counts
 
@@ -57,10 +57,15 @@ def read_candidates(
 def unused_of_shared(plan: RunPlan, users: pa.Table, catalog: Catalog) -> int:
     """Candidates in the shared sets of users that are not scored; own sets are in the shard."""
     path = candidate_sets_path(plan)
-    if not len(users) or not files.exists(path):
+    if not len(users) or not are_shared(plan):
         return 0
-    sets, _, _, which = _shared_sets(files.read_parquet(path), users, catalog)
+    sets, _, _, which = _shared_sets(read_prepared(plan, path), users, catalog)
     return int(sets.lengths[which].sum())
+
+
+def are_shared(plan: RunPlan) -> bool:
+    """Whether candidates are sets by segment or one for all, and not of each user."""
+    return shape_of_candidates(plan) in ("segment", "shared")
 
 
 def _unknown(lists: Ragged, ids: pa.Array, names: pa.ChunkedArray) -> UnknownItems:

@@ -20,7 +20,11 @@ from engine.tokenizer import Tokenizer
 from pipelines import files
 from pipelines.catalog_columns import join_files
 from pipelines.catalog_readers import Bind, read_file, read_parquet_file
-from schemas.errors import CatalogError, TableError, quoted
+from pipelines.files import Written
+from pipelines.hashes import hash_local
+from pipelines.seals import is_written, read_seal, write_seal
+from pipelines.storage_errors import translated
+from schemas.errors import CatalogError, DamagedFileError, TableError, quoted
 from schemas.requests import Ints
 from schemas.semantic_ids import CODE_FIELD, SidSpace
 from schemas.settings import TextSettings
@@ -30,7 +34,6 @@ from schemas.tables import (
     text_catalog_contract,
 )
 
-_DONE = "_done"  # written last: the catalog is whole
 _EXTRA = ("popularity", "title", "text")
 _TEXTS = 1 << 16  # texts tokenised at a time
 
@@ -67,18 +70,21 @@ class Catalog:
         return out
 
     def save(self, folder: str) -> None:
-        """Write the catalog for `open_catalog`; the marker goes last."""
+        """Write the catalog for `open_catalog`; the seal goes last."""
         local = files.local_path(folder)
-        if local is not None:
-            self._save(Path(local))
-        else:
-            with TemporaryDirectory(prefix="nightshelf-catalog-") as draft:
-                self._save(Path(draft))
-                for path in sorted(Path(draft).rglob("*")):
-                    if path.is_file():
-                        name = str(path.relative_to(draft))
-                        files.write_bytes(files.join(folder, name), path.read_bytes())
-        files.write_bytes(files.join(folder, _DONE), b"")
+        files.remove_folder(folder)  # who maps what was there keeps it
+        with translated(folder, done="written", what="the prepared catalog"):
+            if local is not None:
+                self._save(Path(local))
+                written = _written(Path(local))
+            else:
+                with TemporaryDirectory(prefix="nightshelf-catalog-") as draft:
+                    self._save(Path(draft))
+                    written = _written(Path(draft))
+                    for name in written:
+                        data = (Path(draft) / name).read_bytes()
+                        files.write_bytes(files.join(folder, name), data)
+        write_seal(folder, written)
 
     def _save(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -91,18 +97,41 @@ class Catalog:
 
 
 def open_catalog(folder: str) -> Catalog:
-    """Memory-map what `Catalog.save` wrote; from a store, a copy of it on this machine."""
+    """Memory-map what `Catalog.save` wrote; from a store, a copy of it on this machine.
+
+    Raises:
+        DamagedFileError: it is not what was written.
+    """
     local = files.local_path(folder)
     if local is not None:
+        _check(folder, Path(local))
         return _map(Path(local))
     with TemporaryDirectory(prefix="nightshelf-catalog-") as copy:
-        fs, inside = files.filesystem(folder)
-        fs.invalidate_cache()
-        for found in fs.find(inside):
-            target = Path(copy) / str(found).removeprefix(inside).lstrip("/")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            fs.get_file(found, str(target))
+        for name in files.find(folder):
+            target = Path(copy) / name
+            with translated(copy, done="written", what="a copy of the prepared catalog"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(files.read_bytes(files.join(folder, name)))
+        _check(folder, Path(copy))
         return _map(Path(copy))  # what is mapped stays when its name goes
+
+
+def _written(root: Path) -> dict[str, Written]:
+    found = (path for path in sorted(root.rglob("*")) if path.is_file())
+    return {
+        str(path.relative_to(root)): Written(path.stat().st_size, hash_local(str(path)))
+        for path in found
+    }
+
+
+def _check(folder: str, root: Path) -> None:
+    seal = read_seal(folder) or {}
+    if not seal or not all(is_written(str(root / name), one) for name, one in seal.items()):
+        raise DamagedFileError(
+            "the prepared catalog is damaged",
+            where=folder,
+            do="Prepare the run again, as the same command does: the catalog is written anew.",
+        )
 
 
 def _map(root: Path) -> Catalog:
@@ -111,8 +140,11 @@ def _map(root: Path) -> Catalog:
 
 
 def is_saved(folder: str) -> bool:
-    """Whether a finished catalog is in the folder."""
-    return files.exists(files.join(folder, _DONE))
+    """Whether a finished catalog is in the folder, every file of it as it was written."""
+    seal = read_seal(folder)
+    if not seal:
+        return False
+    return all(is_written(files.join(folder, name), one) for name, one in seal.items())
 
 
 def read_catalog(

@@ -32,6 +32,7 @@ from pipelines import files, input_files
 from pipelines.input_columns import Piece, raw_batches
 from pipelines.sources.listing import list_path
 from pipelines.sources.logged import refuse_logged
+from pipelines.storage_errors import translated
 from schemas.column_types import ENCRYPTED
 from schemas.errors import CatalogError, StorageError, TableError, quoted
 from schemas.runs import InputFile
@@ -112,19 +113,27 @@ def describe_catalog(path: str, space: SidSpace, bind: Bind) -> tuple[InputFile,
         described, schema = input_files.describe_file(path, "catalog")
         return described, pa.schema([schema.field(i).with_name(n) for i, n in _names(schema)])
     table = read_file(path, space, bind)
-    size, version = _version(path)
-    companion = _companion(path)
-    if companion is not None:
-        version += f"+{_version(companion)[1]}"
+    size = _size(path)
+    version = catalog_version(path)
     return InputFile(path=path, bytes=size, rows=len(table), version=version), table.schema
 
 
+def catalog_version(path: str) -> str:
+    """The version of a catalog file now, with that of the titles beside it.
+
+    Raises:
+        MissingFileError: it is gone.
+    """
+    companion = _companion(path)
+    versions = [input_files.file_version(one) for one in (path, companion) if one is not None]
+    return "+".join(versions)
+
+
 @files.retried
-def _version(path: str) -> tuple[int, str]:
+def _size(path: str) -> int:
     fs, inside = files.filesystem(path)
-    info = fs.info(inside)
-    version = info.get("ETag") or info.get("etag") or f"{info['size']}-{info.get('mtime', 0):.6f}"
-    return int(info["size"]), str(version)
+    with translated(path):
+        return int(fs.info(inside)["size"])
 
 
 def read_file(

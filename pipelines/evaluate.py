@@ -26,7 +26,7 @@ from pipelines.by_shard import Segments, depths, shard_users, staged_rows
 from pipelines.frames import read_frame
 from pipelines.items import open_items
 from pipelines.metrics import Floats, UserTruth, metric_names, self_information, user_metrics
-from pipelines.prepare import shards_of
+from pipelines.prepared import shards_of
 from pipelines.read import read_shard
 from pipelines.resampling import Means, chunks, draw
 from pipelines.truth import Truth, read_interactions

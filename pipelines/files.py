@@ -284,9 +284,14 @@ def hash_file(path: str) -> str:
         return str(digest.hexdigest())
 
 
+def find_visible(folder: str) -> list[str]:
+    """What `find` gives, without hidden files: a download leaves its bookkeeping in them."""
+    return [name for name in find(folder) if not any(p[:1] == "." for p in name.split("/"))]
+
+
 def hash_folder(path: str) -> str:
-    """xxh3-128 over the names and contents of a folder's files, as hex."""
-    parts = [f"{name} {hash_file(join(path, name))}\n".encode() for name in find(path)]
+    """xxh3-128 over the names and contents of a folder's files, as hex; hidden ones left out."""
+    parts = [f"{name} {hash_file(join(path, name))}\n".encode() for name in find_visible(path)]
     return hash_bytes(*parts)
 
 

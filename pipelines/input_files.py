@@ -21,6 +21,7 @@ from pipelines.parquet_leaves import leaves, mark_encrypted, says_encrypted
 from pipelines.sources.hive import folder_columns
 from pipelines.sources.listing import list_path
 from pipelines.sources.logged import refuse_logged
+from pipelines.storage_errors import translated
 from schemas.errors import TableError, quoted
 from schemas.runs import InputFile
 
@@ -70,8 +71,25 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
         raise TableError(
             f"{table}: the file cannot be read as Parquet", got=first_line(err), where=path
         ) from err
+    return InputFile(path=path, bytes=info["size"], rows=rows, version=_version(info)), schema
+
+
+@retried
+def file_version(path: str) -> str:
+    """The version of a file now, as `describe_file` gives it.
+
+    Raises:
+        MissingFileError: it is gone.
+    """
+    fs, inside = filesystem(path)
+    with translated(path):
+        fs.invalidate_cache()
+        return _version(fs.info(inside))
+
+
+def _version(info: dict[str, Any]) -> str:
     version = info.get("ETag") or info.get("etag") or f"{info['size']}-{info.get('mtime', 0):.6f}"
-    return InputFile(path=path, bytes=info["size"], rows=rows, version=str(version)), schema
+    return str(version)
 
 
 @retried

@@ -22,13 +22,11 @@ from pipelines.items import describe_items, items_contract, list_items
 from pipelines.one_type import OneType
 from pipelines.publish import check_output
 from pipelines.shard_columns import contract_of_users
+from pipelines.unchanged import hash_model
 from schemas.column_types import alike, is_empty, type_words
 from schemas.errors import (
     AccessError,
     ConfigError,
-    EngineError,
-    RunError,
-    StorageError,
     TableError,
     quoted,
 )
@@ -91,11 +89,13 @@ def plan_run(config: RunConfig) -> RunPlan:
     check_writable(config)
     check_output(config, user_id, item_id)
 
+    model, model_files = hash_model(config.engine.model, "engine.model")
+    projector, projector_files = hash_model(config.engine.projector, "engine.projector")
     hashes = {
         "config": _hash_config(config),
         "inputs": _hash_inputs(inputs),
-        "model": _hash_folder(config.engine.model, "engine.model"),
-        "projector": _hash_folder(config.engine.projector, "engine.projector"),
+        "model": model,
+        "projector": projector,
     }
     digest = files.hash_bytes(json.dumps(hashes, sort_keys=True).encode())
     run_id = f"{config.ds}-{_slug(config.surface)}-{digest[:12]}"
@@ -106,6 +106,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         config=config,
         inputs=inputs,
         hashes=hashes,
+        model_files={"model": model_files, "projector": projector_files},
         num_shards=_num_shards(config, inputs["users"]),
         user_id_type=user_id,
         item_id_type=item_id,
@@ -371,27 +372,6 @@ def _hash_config(config: RunConfig) -> str:
 def _hash_inputs(inputs: Mapping[str, InputTable]) -> str:
     text = json.dumps({n: t.model_dump(mode="json") for n, t in inputs.items()}, sort_keys=True)
     return files.hash_bytes(text.encode())
-
-
-def _hash_folder(path: str | None, setting: str) -> str:
-    if path is None:
-        return ""
-    try:
-        return files.hash_folder(path)
-    except (OSError, StorageError) as err:
-        raise EngineError(f"{setting} cannot be read", got=str(err), where=path) from err
-
-
-def check_unchanged(plan: RunPlan) -> None:
-    """Raise `RunError` when the model or the projector is not the one that was planned with."""
-    engine = plan.config.engine
-    for name, path in (("model", engine.model), ("projector", engine.projector)):
-        if _hash_folder(path, f"engine.{name}") != plan.hashes[name]:
-            raise RunError(
-                f"the {name} has changed since the run was planned",
-                where=path or "",
-                do="Plan another run: its id says which model it is of.",
-            )
 
 
 def _slug(text: str) -> str:

@@ -28,9 +28,11 @@ from numpy.typing import NDArray
 
 from pipelines import files
 from pipelines.catalog import is_saved
+from pipelines.files import Written
 from pipelines.frames import reading
 from pipelines.input_columns import Piece, Wanted, read_columns, scan_columns
 from pipelines.items import catalog_dir, read_items
+from pipelines.prepared import candidate_sets_path, is_prepared, mark_prepared, shards_of
 from pipelines.shard_columns import (
     ROW,
     first_row,
@@ -43,6 +45,7 @@ from pipelines.shard_columns import (
     wanted_columns,
 )
 from pipelines.storage_errors import translated
+from pipelines.unchanged import check_inputs
 from pipelines.users_once import check_users_once
 from schemas.runs import RunPlan, Shard
 from schemas.tables import (
@@ -68,29 +71,6 @@ def shard_of(user_ids: list[str | None], num_shards: int) -> NDArray[np.int32]:
     return np.mod(hashes.view(np.int64), num_shards).astype(np.int32)
 
 
-def candidate_sets_path(plan: RunPlan) -> str:
-    """Where candidate sets that are not per user are."""
-    return files.join(plan.run_dir, "candidate_sets.parquet")
-
-
-def shards_of(plan: RunPlan) -> list[Shard]:
-    """The shards of a run, in order."""
-    if plan.config.inputs.self_contained:
-        return [Shard(index=i, path=file.path) for i, file in enumerate(plan.inputs["users"].files)]
-    return [
-        Shard(index=i, path=files.join(plan.run_dir, "shards", f"shard-{i:05d}.parquet"))
-        for i in range(plan.num_shards)
-    ]
-
-
-def is_prepared(plan: RunPlan) -> bool:
-    """Whether the run's shards are all there."""
-    there = set(files.list_names(files.join(plan.run_dir, "shards")))
-    if plan.config.inputs.self_contained:
-        return "_done" in there
-    return {"_done", *(shard.path.rpartition("/")[2] for shard in shards_of(plan))} <= there
-
-
 def prepare_run(plan: RunPlan) -> list[Shard]:
     """Write the catalog, the candidate sets and the shard files; what is already there is kept.
 
@@ -102,37 +82,47 @@ def prepare_run(plan: RunPlan) -> list[Shard]:
     shards = shards_of(plan)
     if is_prepared(plan):
         return shards
-    prepare_candidate_sets(plan)
+    written = prepare_candidate_sets(plan)
     if plan.config.inputs.self_contained:
         check_users_once(plan.inputs["users"])
     else:
-        _write_shards(plan, shards)
-    mark_prepared(plan)
+        written |= _write_shards(plan, shards)
+    mark_prepared(plan, written)
     return shards
 
 
-def _write_shards(plan: RunPlan, shards: list[Shard]) -> None:
+def _write_shards(plan: RunPlan, shards: list[Shard]) -> dict[str, Written]:
     with spill_folder(plan) as spill:
         for name, columns in tables_to_split(plan).items():
             with reading(name, [file.path for file in plan.inputs[name].files]):
                 _split(plan, name, columns, spill)
-        for shard in shards:
-            write_shard(plan, shard, partial(_spilled, spill, shard))
+            check_inputs(plan, name)
+        return {
+            shard.path: write_shard(plan, shard, partial(_spilled, spill, shard))
+            for shard in shards
+        }
 
 
 def prepare_items(plan: RunPlan) -> None:
     """Write the catalog, unless it is there already."""
     if "catalog" in plan.inputs and not is_saved(catalog_dir(plan)):
         paths = [file.path for file in plan.inputs["catalog"].files]
-        read_items(plan.config, paths).save(catalog_dir(plan))
+        catalog = read_items(plan.config, paths)
+        check_inputs(plan, "catalog")
+        catalog.save(catalog_dir(plan))
 
 
-def prepare_candidate_sets(plan: RunPlan) -> None:
-    """Write the candidate sets that are not per user, where there are such."""
+def prepare_candidate_sets(plan: RunPlan) -> dict[str, Written]:
+    """Write the candidate sets that are not per user, where there are such; what was written, by
+    path.
+    """
     shape = shape_of_candidates(plan)
     if shape in ("segment", "shared"):
         with reading("candidates", [file.path for file in plan.inputs["candidates"].files]):
-            _write_candidate_sets(plan, shape)
+            written = _write_candidate_sets(plan, shape)
+        check_inputs(plan, "candidates")
+        return {candidate_sets_path(plan): written}
+    return {}
 
 
 def tables_to_split(plan: RunPlan) -> dict[str, dict[str, str]]:
@@ -146,18 +136,14 @@ def tables_to_split(plan: RunPlan) -> dict[str, dict[str, str]]:
     return tables
 
 
-def write_shard(plan: RunPlan, shard: Shard, rows_of: Callable[[str], pl.DataFrame | None]) -> int:
-    """Join and write one shard; the number of its rows. `rows_of` a table gives the shard's rows as
-    `split_frame` selects them, with their row numbers; None where it has none.
+def write_shard(
+    plan: RunPlan, shard: Shard, rows_of: Callable[[str], pl.DataFrame | None]
+) -> Written:
+    """Join and write one shard. `rows_of` a table gives the shard's rows as `split_frame` selects
+    them, with their row numbers; None where it has none.
     """
     table = _join_shard(plan, shape_of_candidates(plan), rows_of)
-    files.write_parquet(shard.path, table, sorted_by="user_id")
-    return len(table)
-
-
-def mark_prepared(plan: RunPlan) -> None:
-    """Every shard is written."""
-    files.write_bytes(files.join(plan.run_dir, "shards", "_done"), b"")
+    return files.write_table(shard.path, table, sorted_by="user_id")
 
 
 @contextmanager
@@ -279,7 +265,7 @@ def _lists(frame: pl.DataFrame | None, shape: CandidateShape | None) -> pl.DataF
     return frame.group_by("user_id", maintain_order=True).agg(pl.col(column).alias(CANDIDATE_LIST))
 
 
-def _write_candidate_sets(plan: RunPlan, shape: CandidateShape) -> None:
+def _write_candidate_sets(plan: RunPlan, shape: CandidateShape) -> Written:
     """(segment, candidates) of sets that are not per user; the shared set has a null segment."""
     item = ID_TYPES[plan.item_id_type]
     wanted = [Wanted("item", "item_id", item)]
@@ -299,4 +285,4 @@ def _write_candidate_sets(plan: RunPlan, shape: CandidateShape) -> None:
             frame = frame.drop_nulls("segment")  # a set of no segment is nobody's
             flat = to_arrow(frame.explode("item", empty_as_null=False, keep_nulls=False))
             parts.append(flat)
-    files.write_parquet(candidate_sets_path(plan), pa.concat_tables(parts))
+    return files.write_table(candidate_sets_path(plan), pa.concat_tables(parts))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import polars as pl
 import pyarrow as pa
 
+from pipelines.files import Written
 from pipelines.input_columns import Piece
 from pipelines.prepare import SHARD, split_frame, tables_to_split, write_shard
 from pipelines.shard_columns import first_row, table_schema
@@ -86,8 +87,8 @@ class Splitter:
             )
 
 
-def join_chunks(plan: RunPlan, shard: Shard, chunks: Iterable[Chunk]) -> int:
-    """Write one shard from all of its chunks; the number of its rows."""
+def join_chunks(plan: RunPlan, shard: Shard, chunks: Iterable[Chunk]) -> Written:
+    """Write one shard from all of its chunks."""
     frames: dict[str, list[tuple[int, pl.DataFrame]]] = {}
     for chunk in chunks:
         frame = pl.read_ipc_stream(io.BytesIO(chunk.data))

@@ -18,9 +18,11 @@ import pyarrow as pa
 from pipelines import files
 from pipelines.catalog import Catalog
 from pipelines.embed import embed_shard
+from pipelines.files import Written
 from pipelines.read import ShardInput, read_shard
 from pipelines.records import read_record
 from pipelines.score import ShardScores, score_shard
+from pipelines.seals import is_written
 from pipelines.validate import QuarantinedRow
 from pipelines.write import (
     embedding_outcomes,
@@ -49,10 +51,11 @@ def receipt_path(plan: RunPlan, shard: Shard) -> str:
     return files.join(plan.run_dir, "receipts", f"{shard.name}.json")
 
 
-def load_receipt(plan: RunPlan, shard: Shard) -> ShardReceipt | None:
+def load_receipt(plan: RunPlan, shard: Shard, *, prove: bool = True) -> ShardReceipt | None:
     """The shard's receipt, or None when it is not done.
 
-    A receipt of which a staged file is gone does not count: the shard is run again.
+    A receipt of which a staged file is gone, or is not what was written, does not count: the shard
+    is run again. With `prove` off only sizes are looked at, for those who show what is done.
     """
     path = receipt_path(plan, shard)
     if not files.exists(path):
@@ -63,8 +66,15 @@ def load_receipt(plan: RunPlan, shard: Shard) -> ShardReceipt | None:
         raise  # it proves something, which another release can read
     except (ValueError, StorageError):
         return None  # a damaged receipt proves nothing
-    staged = (files.join(plan.run_dir, file.path) for file in receipt.files.values())
-    return receipt if all(files.exists(path) for path in staged) else None
+    if (receipt.run_id, receipt.shard) != (plan.run_id, shard.index):
+        return None
+    for file in receipt.files.values():
+        staged = files.join(plan.run_dir, file.path)
+        if prove and not is_written(staged, Written(file.bytes, file.xxh3)):
+            return None
+        if not prove and not files.exists(staged):
+            return None
+    return receipt
 
 
 def run_shard(
@@ -116,7 +126,7 @@ def run_shard(
             beam_widths=result.beam_widths,
             native_beams=result.native_beams,
         )
-        files.write_json(receipt_path(plan, shard), receipt.model_dump(mode="json"))
+        files.write_record(receipt_path(plan, shard), receipt.model_dump(mode="json"))
     return receipt
 
 

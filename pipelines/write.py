@@ -209,7 +209,7 @@ def stage(plan: RunPlan, shard: Shard, attempt: str, kind: str, table: pa.Table)
     """Write one staged file of an attempt."""
     relative = f"staged/{shard.name}-{attempt}-{kind}.parquet"
     path = files.join(plan.run_dir, relative)
-    size = files.write_parquet(
+    written = files.write_table(
         path, table, sorted_by="user_id" if "user_id" in table.column_names else None
     )
-    return StagedFile(path=relative, rows=len(table), bytes=size, xxh3=files.hash_file(path))
+    return StagedFile(path=relative, rows=len(table), bytes=written.bytes, xxh3=written.xxh3)

@@ -49,6 +49,7 @@ class RunPlan(Stored):
     hashes: dict[str, str] = Field(
         description="Of what the run is made of: config, inputs, catalog, model and projector"
     )
+    model_files: dict[str, dict[str, str]] = {}  # model, projector: version of each file
     num_shards: int
     user_id_type: Literal["string", "int64"]
     item_id_type: Literal["string", "int64"]

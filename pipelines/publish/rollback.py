@@ -7,7 +7,7 @@ what the audit let through then.
 from __future__ import annotations
 
 from pipelines import files
-from pipelines.prepare import shards_of
+from pipelines.prepared import shards_of
 from pipelines.publish import open_table
 from pipelines.publish.rows import RunRows
 from pipelines.records import read_record

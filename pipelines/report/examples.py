@@ -15,7 +15,8 @@ import polars as pl
 
 from pipelines import files, input_files
 from pipelines.items import open_items, titles
-from pipelines.prepare import shard_of, shards_of
+from pipelines.prepare import shard_of
+from pipelines.prepared import shards_of
 from pipelines.profile import load_sample, user_hashes
 from pipelines.report.staged import Staged
 from pipelines.shard_columns import id_dtype

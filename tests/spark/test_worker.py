@@ -13,7 +13,7 @@ from jobs import attempts, launch_spark, spark_worker
 from jobs.launch_spark import SparkLauncher
 from jobs.spark_worker import Place, ShardTask, run_task
 from pipelines.plan import plan_run
-from pipelines.prepare import shards_of
+from pipelines.prepared import shards_of
 from schemas.config_file import load_config
 from schemas.errors import EngineError, StorageError
 from tests.factories import write_config, write_inputs

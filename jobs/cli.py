@@ -2,7 +2,7 @@
 
 Exit codes: 0 published · 2 usage or configuration · 3 an input breaks its contract · 4 some shards
 failed, running again is safe · 5 the engine cannot start · 6 the audit refused, or `compare` found
-too much · 130 interrupted.
+too much · 130 interrupted · 143 asked to end (SIGTERM).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ _REST = "More"
 _EPILOG = (
     "Exit codes: 0 published · 2 usage or configuration · 3 an input breaks its contract · "
     "4 some shards failed, running again is safe · 5 the engine cannot start · 6 the audit refused "
-    "· 130 interrupted"
+    "· 130 interrupted · 143 asked to end by SIGTERM"
     "\n\n"
     "Start with `nightshelf init`, which writes a configuration for your tables; then "
     "`nightshelf plan my.yaml` and `nightshelf run my.yaml`."

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -277,7 +278,7 @@ class _Pool:
         finally:
             for worker in self._workers:
                 worker.pipe.close()  # an idle worker leaves by itself
-                if worker.shard is not None:
+                if worker.shard is not None or not worker.ready:
                     worker.process.terminate()
             for worker in self._workers:
                 worker.process.join(timeout=_GRACE_S)
@@ -295,6 +296,7 @@ def _exit_words(process: BaseProcess) -> str:
 
 def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
     """A worker's life: own the device, start the engine, run shards until the pipe closes."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent decides what becomes of the shard
     threading.Thread(target=_end_with_parent, daemon=True).start()
     bind_gpu(device.gpu)
     set_environment(device.threads)

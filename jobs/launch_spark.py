@@ -164,6 +164,10 @@ class _Stage:
             rows = one_each.mapInArrow(work, _DDL, profile=self.profile).collect()
         except (PySparkException, Py4JError) as err:
             return first_words(err)
+        except BaseException:  # Ctrl-C or SIGTERM: tasks must not go on for nobody
+            with suppress(PySparkException, Py4JError, OSError):
+                context.cancelJobsWithTag(f"nightshelf-{self.launch}")
+            raise
         finally:
             context.removeJobTag(f"nightshelf-{self.launch}")
             context.setJobDescription("")

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from jobs.ending import EXIT_CODE, Terminated, asked_to_end, ends_on_sigterm, no_more_interruptions
 from schemas.errors import NightshelfError, RunError, is_panic
 
 
@@ -67,21 +68,39 @@ def guard(
     log_format: LogFormat = LogFormat.text,
 ) -> None:
     """Run a command; turn what goes wrong into a message and an exit code."""
+
+    said: list[str] = []
+
+    def terminated() -> None:
+        if said:
+            return
+        message = "ended by SIGTERM; run the same command again to continue"
+        error = {"kind": "terminated", "exit_code": EXIT_CODE, "message": message}
+        said.append(message)
+        _say(output, log_format, message, error)
+
+    with ends_on_sigterm(terminated):
+        try:
+            _guarded(body, output, debug, log_format)
+        except Terminated as err:
+            terminated()
+            raise typer.Exit(EXIT_CODE) from err
+
+
+def _guarded(body: Callable[[], None], output: Output, debug: bool, log_format: LogFormat) -> None:
     try:
         body()
-    except NightshelfError as err:
-        if debug:
-            traceback.print_exc()
-        _leave(output, log_format, str(err), err.exit_code, err.as_json())
     except KeyboardInterrupt:
         message = "interrupted; run the same command again to continue"
         error = {"kind": "interrupted", "exit_code": 130, "message": message}
         _leave(output, log_format, message, 130, error)
-    except (SystemExit, GeneratorExit, typer.Exit):
+    except (SystemExit, GeneratorExit, typer.Exit, Terminated):
         raise
     except BaseException as err:  # the last resort, panics of Rust libraries included
         if debug:
             traceback.print_exc()
+        if asked_to_end():  # a library made an error of the interruption
+            raise Terminated from err
         known = _known(err)
         if known is not None:
             _leave(output, log_format, str(known), known.exit_code, known.as_json())
@@ -109,6 +128,12 @@ def _known(error: BaseException) -> NightshelfError | None:
 def _leave(
     output: Output, log_format: LogFormat, message: str, code: int, error: dict[str, Any]
 ) -> NoReturn:
+    no_more_interruptions()
+    _say(output, log_format, message, error)
+    raise typer.Exit(code)
+
+
+def _say(output: Output, log_format: LogFormat, message: str, error: dict[str, Any]) -> None:
     line = f"nightshelf: {message}"
     if log_format is LogFormat.json:
         ts = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
@@ -116,4 +141,3 @@ def _leave(
     typer.echo(line, err=True)
     if output is Output.json:
         typer.echo(json.dumps({"status": "failed", "error": error}))
-    raise typer.Exit(code)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
+from jobs.ending import finish_first
 from jobs.metrics import write_metrics
 from jobs.repair import launch_and_repair
 from jobs.run_lock import only_run_of
@@ -196,6 +197,18 @@ def publish_step(
             where=plan.run_dir,
             do="Remove the receipts of these shards and score them again.",
         )
+    with finish_first():  # readers see all of it or nothing, and so do those who look for its end
+        return _publish(plan, launcher, progress, clock, receipts, audit)
+
+
+def _publish(
+    plan: RunPlan,
+    launcher: Launcher,
+    progress: Progress,
+    clock: Clock,
+    receipts: list[ShardReceipt],
+    audit: AuditReport,
+) -> RunManifest:
     progress.step("publish")
     published = publish_run(plan, receipts)
     quarantine = publish_quarantine(plan, receipts)

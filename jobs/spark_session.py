@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from schemas.settings import RunConfig
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+log = logging.getLogger("nightshelf.spark")
 
 
 class SparkApp:
@@ -33,9 +36,16 @@ class SparkApp:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._session is not None and self._ours:
-            self._session.stop()
-        self._session = None
+        session, self._session = self._session, None
+        if session is None or not self._ours:
+            return
+        try:
+            session.stop()
+        except Exception as err:
+            if error is None:
+                raise
+            # The JVM may have gone before us; what ended the block counts.
+            log.debug("Spark was not stopped: %s", first_words(err))
 
     def session(self, config: RunConfig) -> SparkSession:
         """The session; of spark-submit, of the notebook around us, or a new one.

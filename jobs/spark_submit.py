@@ -6,6 +6,7 @@ Every command of `nightshelf` works; those that can use executors get `--launche
 mode the exit code of spark-submit is the command's.
 """
 
+import signal
 import sys
 
 if not __package__ and sys.path[0].rstrip("/").endswith("jobs"):
@@ -13,6 +14,7 @@ if not __package__ and sys.path[0].rstrip("/").endswith("jobs"):
     sys.path[0] = sys.path[0].rstrip("/").removesuffix("jobs") or "."
 
 from jobs.cli import app
+from jobs.ending import end_with_parent
 
 _WITH_LAUNCHER = ("run", "plan", "prepare", "score", "audit", "publish", "backfill")
 
@@ -26,4 +28,5 @@ def with_launcher(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    end_with_parent(signal.SIGTERM)  # who ends spark-submit ends the command, and no half of it
     app(with_launcher(sys.argv[1:]), prog_name="nightshelf")

@@ -8,10 +8,8 @@ and avoided where only the shard is at fault.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import signal
-import sys
 import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,14 +17,13 @@ from dataclasses import dataclass
 from engine.device import bind_addresses, num_cpus
 from jobs import attempts
 from jobs.deadline import Deadline
+from jobs.ending import end_with_parent
 from jobs.shard_worker import set_environment, start_engine, take_and_guess
 from pipelines.items import open_items
 from pipelines.read_ahead import ReadAhead
 from pipelines.run_shard import load_receipt, run_shard
 from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
 from schemas.runs import RunPlan, Shard
-
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,19 +97,12 @@ def _hold(plan: RunPlan, place: Place) -> _Held:
         _held.close()
         _held = None
     if _held is None:
-        _end_with_parent()
+        # An engine that nobody waits for would hold its GPU: it goes with Spark's daemon.
+        end_with_parent(signal.SIGKILL)
         bind_addresses(place.addresses)
         set_environment(min(max(1, place.cpus), num_cpus()))
         _held = _Held(plan, place)
     return _held
-
-
-def _end_with_parent() -> None:
-    """Ask the kernel to end this process with Spark's daemon: an engine that nobody waits for would
-    hold its GPU. Source: prctl(2), PR_SET_PDEATHSIG; Linux only.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def run_task(task: ShardTask, place: Place) -> str | None:

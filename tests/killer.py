@@ -2,6 +2,8 @@
 
     python -m tests.killer FOLDER N nightshelf-arguments…
 
+With NIGHTSHELF_TEST_SIGNAL=SIGTERM it is that signal: somebody asks the command to end, there.
+
 Counts Python's own audit events for opening to write, renaming, removing and making folders; with N
 0 nobody dies and the count is printed as the last line of stderr.
 """
@@ -23,7 +25,8 @@ def _watch(folder: str, kill_at: int) -> None:
             return
         _seen += 1
         if _seen == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            name = os.environ.get("NIGHTSHELF_TEST_SIGNAL", "SIGKILL")
+            os.kill(os.getpid(), signal.Signals[name])
 
     sys.addaudithook(hook)
 

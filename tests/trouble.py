@@ -95,3 +95,15 @@ class SmallBackend(FakeBackend):
 def small_backend(settings: EngineSettings) -> SmallBackend:
     """Out of memory beyond 200 rows: `engine.backend: tests.trouble:small_backend`."""
     return SmallBackend(settings.seed)
+
+
+def slow_start_backend(settings: EngineSettings) -> FakeBackend:
+    """Says that it starts, and does not: `engine.backend: tests.trouble:slow_start_backend`.
+
+    Without the folder's file `slow_start` it starts at once.
+    """
+    trouble = Path(os.environ["NIGHTSHELF_TEST_TROUBLE"])
+    if (trouble / "slow_start").exists():
+        (trouble / "starts").touch()
+        time.sleep(600)
+    return FakeBackend(settings.seed)

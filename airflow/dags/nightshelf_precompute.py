@@ -6,17 +6,14 @@ environments, and each task starts a command there. `docs/airflow.md` is the man
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 import sys
-from dataclasses import dataclass, field, fields
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-import yaml
 from airflow.sdk import (
     DAG,
     Asset,
@@ -37,99 +34,32 @@ if str(_HERE) not in sys.path:  # Airflow adds a bundle's root only, and this ma
 
 from nightshelf_alerts import run_failed  # noqa: E402  # found only now
 from nightshelf_steps import (  # noqa: E402  # found only now
+    CannotRun,
     InputsReady,
     NightshelfOperator,
     RetryOnlyWhatHelps,
     partition_date,
 )
+from nightshelf_surfaces import (  # noqa: E402  # found only now
+    Surface,
+    days_of,
+    read_surfaces,
+    surfaces_file,
+)
 
 STEPS = ("plan", "prepare", "score", "audit", "publish", "report")
-_SCHEDULES = ({"cron", "timezone", "run_offset"}, {"assets", "keys"})
-_ON_SPARK = ("plan", "prepare", "score")
 _RUN_ID = "{{ (ti.xcom_pull(task_ids='prepare') or ti.xcom_pull(task_ids='plan')).run_id }}"
 _ONE_TASK = "{{ {'score': '--set=task.generate=null', 'generate': '--set=task.score=null'}"
+_log = logging.getLogger("airflow.dag.nightshelf")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surface:
-    """One entry of `surfaces.yaml` over its defaults."""
-
-    name: str
-    folder: Path  # of surfaces.yaml: relative paths start there
-    config: str
-    schedule: dict[str, Any] | None = None  # {cron, timezone, run_offset}, {assets, …}, or by hand
-    ready: list[str] = field(default_factory=list)  # files that must be there before a run starts
-    ready_timeout_hours: float = 6
-    ready_every_s: float = 60
-    command: list[str] = field(default_factory=lambda: ["nightshelf"])
-    env: dict[str, str] = field(default_factory=dict)
-    launcher: str = "local"
-    spark: dict[str, Any] = field(default_factory=dict)  # arguments of SparkSubmitOperator
-    spark_steps: list[str] = field(default_factory=lambda: ["score"])
-    start_date: date = date(2026, 1, 1)
-    max_active_runs: int = 1
-    pool: str = "gpu"  # of the score task
-    pool_slots: int = 1
-    queue: str | None = None  # of the score task, where an executor has queues
-    retries: int = 3
-    retry_delay_s: float = 60
-    max_retry_delay_s: float = 1800
-    timeout_hours: float = 12  # of one task
-    deadline_hours: float | None = None
-    tags: list[str] = field(default_factory=list)
-
-    @property
-    def dag_id(self) -> str:
-        """The surface's name, as far as Airflow allows it in an id."""
-        return "nightshelf_" + re.sub(r"[^A-Za-z0-9_.-]", "_", self.name)
-
-    @property
-    def asset(self) -> Asset:
-        """What downstream DAGs can wait for."""
-        return Asset(
-            name=self.dag_id,
-            uri=f"nightshelf://recommendations/{quote(self.name, safe='')}",
-            group="nightshelf",
-        )
-
-
-def read_surfaces(path: Path) -> list[Surface]:
-    """The surfaces of a file.
-
-    Raises:
-        ValueError: naming the surface and the keys that are not known or missing.
-    """
-    raw = yaml.safe_load(path.read_text()) or {}
-    return [
-        _surface(name, path, (raw.get("defaults") or {}) | (own or {}))
-        for name, own in (raw.get("surfaces") or {}).items()
-    ]
-
-
-def _surface(name: str, path: Path, settings: dict[str, Any]) -> Surface:
-    known = {f.name for f in fields(Surface)} - {"name", "folder"}
-    if unknown := set(settings) - known:
-        raise ValueError(f"{path}: {name}: unknown {sorted(unknown)}; known are {sorted(known)}")
-    if "config" not in settings:
-        raise ValueError(f"{path}: {name}: config is missing")
-    if "start_date" in settings:  # YAML reads a date in quotes as text
-        settings = settings | {"start_date": date.fromisoformat(str(settings["start_date"]))}
-    surface = Surface(name=name, folder=path.parent, **settings)
-    if surface.launcher not in ("local", "spark"):
-        raise ValueError(f"{path}: {name}: launcher is local or spark, not {surface.launcher!r}")
-    if wrong := set(surface.spark_steps) - set(_ON_SPARK):
-        raise ValueError(f"{path}: {name}: spark_steps may be {_ON_SPARK}, not {sorted(wrong)}")
-    if surface.launcher == "spark" and "application" not in surface.spark:
-        raise ValueError(f"{path}: {name}: spark.application is missing")
-    schedule = set(surface.schedule or {})
-    if schedule and not any(
-        schedule <= one and schedule & {"cron", "assets"} for one in _SCHEDULES
-    ):
-        raise ValueError(
-            f"{path}: {name}: schedule has {sorted(schedule)}; it may have cron, timezone and "
-            "run_offset, or assets and keys"
-        )
-    return surface
+def asset_of(surface: Surface) -> Asset:
+    """What downstream DAGs can wait for."""
+    return Asset(
+        name=surface.dag_id,
+        uri=f"nightshelf://recommendations/{quote(surface.name, safe='')}",
+        group="nightshelf",
+    )
 
 
 def timetable(surface: Surface) -> CronPartitionTimetable | PartitionedAssetTimetable | None:
@@ -160,13 +90,8 @@ def timetable(surface: Surface) -> CronPartitionTimetable | PartitionedAssetTime
     return None
 
 
-def _days(surface: Surface) -> int | None:
-    """Days from a daily run to its partition; None for any other schedule."""
-    schedule = surface.schedule or {}
-    fields_of = schedule.get("cron", "").split()
-    once = all(word.isdigit() for word in fields_of[:2])
-    daily = once and fields_of[2:] == ["*", "*", "*"]
-    return schedule.get("run_offset", -1) if daily or schedule.get("cron") == "@daily" else None
+def _config_of(surface: Surface) -> str:
+    return os.path.normpath(surface.folder / surface.config)
 
 
 def _params(surface: Surface) -> dict[str, Param]:
@@ -180,7 +105,7 @@ def _params(surface: Surface) -> dict[str, Param]:
         ),
         "surface": Param(surface.name, type="string", minLength=1, description="Surface to write."),
         "config": Param(
-            os.path.normpath(surface.folder / surface.config),
+            _config_of(surface),
             type="string",
             description="YAML file of the run, on the workers.",
         ),
@@ -235,7 +160,8 @@ def _task(surface: Surface, step: str) -> BaseOperator:
         command=[*program, *_arguments(step)],
         env={name: str(value) for name, value in surface.env.items()},
         cwd=str(surface.folder),
-        asset=surface.asset if step == "publish" else None,
+        asset=asset_of(surface) if step == "publish" else None,
+        announces={"surface": surface.name, "config": _config_of(surface)},
         **where,
     )
 
@@ -261,7 +187,7 @@ def _deadline(surface: Surface) -> DeadlineAlert | None:
 
 def make_dag(surface: Surface) -> DAG:
     """The DAG of one surface."""
-    days = _days(surface)
+    days = days_of(surface.schedule or {})
     zone = (surface.schedule or {}).get("timezone", "UTC")
     with DAG(
         dag_id=surface.dag_id,
@@ -273,6 +199,7 @@ def make_dag(surface: Surface) -> DAG:
         max_active_runs=surface.max_active_runs,
         params=_params(surface),
         tags=["nightshelf", surface.launcher, *surface.tags],
+        auto_register=False,  # what is below counts: half a DAG does not
         deadline=_deadline(surface),
         user_defined_macros={
             "ds_of": partial(partition_date, days=days, timezone=zone),
@@ -326,13 +253,31 @@ stays.
 """
 
 
-def surfaces_file() -> Path:
-    """`NIGHTSHELF_SURFACES`, or `surfaces.yaml` beside this file or one folder up."""
-    if named := os.environ.get("NIGHTSHELF_SURFACES"):
-        return Path(named)
-    beside = _HERE / "surfaces.yaml"
-    return beside if beside.exists() else _HERE.parent / "surfaces.yaml"
+def broken_dag(surface: Surface, why: Exception) -> DAG:
+    """In the place of a DAG that Airflow or a provider does not accept: it fails and says why."""
+    text = f"{surface.name}: {type(why).__name__}: {why}"
+    with DAG(
+        dag_id=surface.dag_id,
+        description=f"Cannot be made: {text}"[:500],
+        doc_md=f"### `{surface.name}` cannot be made\n\n{text}",
+        schedule=None,
+        tags=["nightshelf", "broken"],
+        auto_register=False,
+    ) as dag:
+        CannotRun(task_id="plan", why=text, retries=0, on_failure_callback=run_failed)
+    return dag
 
 
-for _one in read_surfaces(surfaces_file()):
-    globals()[_one.dag_id] = make_dag(_one)
+def make_dags(path: Path) -> dict[str, DAG]:
+    """One DAG for each surface that is right; of the others `nightshelf_problems` tells."""
+    found = {}
+    for surface in read_surfaces(path):
+        try:
+            found[surface.dag_id] = make_dag(surface)
+        except Exception as err:  # of one surface: an argument that an operator does not know
+            _log.error("%s cannot be made: %s", surface.dag_id, err)
+            found[surface.dag_id] = broken_dag(surface, err)
+    return found
+
+
+globals().update(make_dags(surfaces_file()))

@@ -50,7 +50,7 @@ class NightshelfSparkOperator(SparkSubmitOperator):
             super().execute(context)
         except AirflowException as err:
             code = self._exit_code()
-            final = code in MEANINGS and code not in (1, 4, 130)
+            final = code in MEANINGS and code not in (1, 4, 130, 143)
             reason = (self._result.get("error") or {}).get("message") or str(err)
             raise StepFailed(self.step, code, reason, final=final) from err
         return ids_and_counts(self._result)

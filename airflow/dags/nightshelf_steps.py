@@ -8,12 +8,14 @@ of it go to XCom, nothing else does.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -36,6 +38,7 @@ MEANINGS = {
     5: "the engine cannot start",
     6: "the audit refused",
     130: "interrupted",
+    143: "asked to end; running it again continues it",
 }
 _FINAL = (1, 2, 3, 5, 6)  # trying again gives the same answer
 _WORDS = ("run_id", "ds", "surface", "status", "before")  # strings of a result that XCom may hold
@@ -90,8 +93,9 @@ def partition_date(
 ) -> str:
     """The partition date of a DAG run, YYYY-MM-DD, from what the run is for; never from the clock.
 
-    In this order: the `ds` of the trigger form; the partition key (scheduled runs, backfills, and
-    runs of partitioned assets); the date that the triggering assets' events name; for a run started
+    In this order: the `ds` of the trigger form; for a scheduled run of a daily DAG, its day where
+    the schedule is; the partition key (other scheduled runs, backfills, and runs of partitioned
+    assets); the date that the triggering assets' events name; for a run started
     by hand, the date that a scheduled run at its logical date would have.
 
     Args:
@@ -103,6 +107,9 @@ def partition_date(
     """
     if params.get("ds"):
         return _as_date(params["ds"], "the parameter ds")
+    if days is not None and getattr(dag_run, "run_type", None) == "scheduled":
+        # Not the key: of a tick that the clock skips, Airflow makes the key of the day after.
+        return str(_local_day(dag_run.run_after, timezone) + timedelta(days=days))
     if dag_run.partition_key:
         return _as_date(dag_run.partition_key, "the partition key")
     named = {
@@ -118,12 +125,15 @@ def partition_date(
     if named:
         return named.pop()
     if dag_run.logical_date is not None and days is not None:
-        day = dag_run.logical_date.astimezone(ZoneInfo(timezone)).date()
-        return str(day + timedelta(days=days))
+        return str(_local_day(dag_run.logical_date, timezone) + timedelta(days=days))
     raise AirflowFailException(
         "the run has no partition date: no partition key, no event that names one, and no logical "
         "date of a daily schedule. Trigger it with the parameter ds."
     )
+
+
+def _local_day(moment: datetime, timezone: str) -> date:
+    return moment.astimezone(ZoneInfo(timezone)).date()
 
 
 def _as_date(value: Any, where: str) -> str:
@@ -173,10 +183,13 @@ class NightshelfOperator(BaseOperator):
         env: variables for the command, besides the worker's own.
         cwd: folder that the command runs in.
         asset: gets an event with the counts, when the step is done.
+        announces: parameters of the run that the asset is of; a run with others has published
+            something else, and the asset gets no event.
     """
 
     template_fields: Sequence[str] = ("command",)  # not env: what is rendered is shown in the UI
     ui_color = "#e8f0fe"
+    kill_after_s = 30.0  # a command ends 20 s after it was asked, at the latest, or publishes
 
     def __init__(
         self,
@@ -186,6 +199,7 @@ class NightshelfOperator(BaseOperator):
         env: dict[str, str] | None = None,
         cwd: str | None = None,
         asset: Asset | None = None,
+        announces: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs, outlets=[asset] if asset else [])
@@ -194,6 +208,7 @@ class NightshelfOperator(BaseOperator):
         self.env = env or {}
         self.cwd = cwd
         self.asset = asset
+        self.announces = dict(announces or {})
         self._process: subprocess.Popen[str] | None = None
         self._run_dir: str | None = None
 
@@ -211,15 +226,38 @@ class NightshelfOperator(BaseOperator):
         if self.step == "plan":
             _skip_unless_needed(found.get("before"), context["params"].get("reprocess", "all"))
         if self.asset is not None:
-            event = context["outlet_events"][self.asset]
-            event.extra = found
-            event.add_partitions(found["ds"])
+            self._announce(self.asset, context, found)
         return found
 
+    def _announce(self, asset: Asset, context: Context, found: dict[str, Any]) -> None:
+        """An event of what was published, or none: one comes by itself for each outlet."""
+        done = {key: found[key] for key in ("surface",) if key in found}
+        said = {**context["params"], **done}
+        other = sorted(key for key, own in self.announces.items() if said.get(key, own) != own)
+        if other:
+            self.log.info("no event of %s: another %s", asset.name, " and ".join(other))
+            for task in (self, context["ti"].task):
+                task.outlets = []
+            return
+        event = context["outlet_events"][asset]
+        event.extra = found
+        event.add_partitions(found["ds"])
+
     def on_kill(self) -> None:
-        """End the command with all its workers; what is done is kept."""
-        if self._process is not None and self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGTERM)
+        """End the command with all its workers; what is done is kept.
+
+        It is asked first, and killed where it has not ended after `kill_after_s` seconds.
+        """
+        process = self._process
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        end = time.monotonic() + self.kill_after_s
+        while _group_lives(process) and time.monotonic() < end:
+            time.sleep(0.1)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
     def get_openlineage_facets_on_complete(self, task_instance: Any) -> Any:
         """Datasets in and out with their rows, for OpenLineage, where its provider is installed."""
@@ -256,6 +294,32 @@ class NightshelfOperator(BaseOperator):
             error = result.get("error") or {}
             raise StepFailed(self.step, code, error.get("message", "see the task's log"))
         return result
+
+
+def _group_lives(process: subprocess.Popen[str]) -> bool:
+    """Whether anything that the command started is still there, the command itself or a child."""
+    process.poll()  # else it stays in its group as one that has ended and waits to be asked
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+class CannotRun(BaseOperator):
+    """Fails with a message: the only task of a DAG that could not be made."""
+
+    def __init__(self, *, why: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.why = why
+
+    def execute(self, context: Context) -> None:
+        """Fail.
+
+        Raises:
+            AirflowFailException: always.
+        """
+        raise AirflowFailException(self.why)
 
 
 def json_object(line: str) -> dict[str, Any] | None:

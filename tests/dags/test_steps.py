@@ -7,8 +7,7 @@ import json
 import sys
 import threading
 import time
-from datetime import UTC, datetime
-from pathlib import Path
+from datetime import UTC, date, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -125,9 +124,9 @@ def test_the_first_run_of_the_29th_has_the_partition_of_its_schedule(dags, tmp_p
 )
 def test_only_a_daily_schedule_says_how_many_days_away_a_partition_is(schedule, days):
     """A run by hand takes its date from that; one tick is a day only where ticks are days."""
-    from nightshelf_precompute import Surface, _days
+    from nightshelf_surfaces import days_of
 
-    assert _days(Surface(name="x", folder=Path(), config="x.yaml", schedule=schedule)) == days
+    assert days_of(schedule) == days
 
 
 @pytest.mark.parametrize(
@@ -142,6 +141,50 @@ def test_a_backfill_has_the_partitions_whose_tick_is_in_its_window(dags, tmp_pat
     first = pendulum.datetime(2026, 11, 25)
     infos = timetable.iter_partition_dagrun_infos(earliest=first, latest=last)
     assert [info.partition_key for info in infos] == keys
+
+
+CHANGES = {  # zone: time of the daily run, days of both changes of 2026
+    "Europe/Berlin": ("30 2 * * *", ["2026-03-29", "2026-10-25"]),
+    "America/New_York": ("30 2 * * *", ["2026-03-08", "2026-11-01"]),
+    "Africa/Cairo": ("0 0 * * *", ["2026-04-24", "2026-10-30"]),
+    "Asia/Beirut": ("@daily", ["2026-03-29", "2026-10-25"]),
+}
+
+
+@pytest.mark.parametrize("run_offset", [-2, -1, 0, 1])
+@pytest.mark.parametrize("change", [0, 1], ids=["spring", "autumn"])
+@pytest.mark.parametrize("zone", CHANGES)
+def test_over_a_change_of_clocks_each_day_has_one_run(dags, tmp_path, zone, change, run_offset):
+    """The scheduler's own ticks; the date is what the commands are given."""
+    cron, days = CHANGES[zone]
+    schedule = {"cron": cron, "timezone": zone, "run_offset": run_offset}
+    bag = dags(write_surfaces(tmp_path, home={"config": "c", "schedule": schedule}))
+    dag = bag.dags["nightshelf_home"]
+    timetable = coerce_to_core_timetable(dag.timetable)
+    noon_before = pendulum.parse(f"{days[change]}T12:00", tz=zone).subtract(days=5)
+    restriction = TimeRestriction(noon_before.in_timezone("UTC"), None, catchup=True)
+    info, found = None, []
+    for _ in range(8):
+        info = timetable.next_dagrun_info_v2(last_dagrun_info=info, restriction=restriction)
+        run = dag_run(
+            run_type="scheduled", run_after=info.run_after, partition_key=info.partition_key
+        )
+        found.append(dag.user_defined_macros["ds_of"]({}, run))
+    first = date.fromisoformat(days[change]) + timedelta(days=run_offset - 4)
+    assert found == [str(first + timedelta(days=n)) for n in range(8)]
+
+
+@pytest.mark.parametrize("zone", CHANGES)
+def test_a_backfill_over_a_change_of_clocks_has_each_day_once(dags, tmp_path, zone):
+    cron, days = CHANGES[zone]
+    timetable = core_timetable(dags, tmp_path, {"cron": cron, "timezone": zone})
+    for day in days:
+        first = pendulum.parse(day).subtract(days=3)
+        last = first.add(days=6, hours=23, minutes=59)
+        infos = timetable.iter_partition_dagrun_infos(earliest=first, latest=last)
+        runs = [dag_run(run_type="backfill", partition_key=info.partition_key) for info in infos]
+        found = [partition_date({}, run, days=-1, timezone=zone) for run in runs]
+        assert found == [str(first.add(days=n).date()) for n in range(7)]
 
 
 def test_keys_that_are_times_are_mapped_to_days(dags, tmp_path):
@@ -166,7 +209,7 @@ def test_an_exit_code_that_stays_is_not_tried_again(code):
     assert decision.action is RetryAction.FAIL
 
 
-@pytest.mark.parametrize("code", [4, 130, -9, -15, 137])
+@pytest.mark.parametrize("code", [4, 130, 143, -9, -15, 137])
 def test_exit_4_and_a_killed_step_are_tried_again(code):
     decision = RetryOnlyWhatHelps().evaluate(StepFailed("score", code, "why"), 1, 3)
     assert decision.action is RetryAction.RETRY
@@ -259,6 +302,74 @@ time.sleep(600)
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not alive(pid)
+
+
+def test_a_command_that_ignores_the_signal_is_killed_with_its_children(tmp_path):
+    code = f"""
+import pathlib, signal, subprocess, sys, time
+ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", ignore])
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(child.pid))
+time.sleep(600)
+"""
+    task = step(code)
+    task.kill_after_s = 0.5
+    failure = []
+
+    def work():
+        try:
+            task.execute(CONTEXT)
+        except StepFailed as err:
+            failure.append(err)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.05)
+    task.on_kill()
+    thread.join(timeout=60)
+    assert failure[0].exit_code == -9
+    assert not failure[0].final
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 60
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+class Events(dict):
+    """The outlet events of a task, as Airflow gives them."""
+
+    def __missing__(self, asset):
+        self[asset] = SimpleNamespace(extra=None, partitions=[])
+        self[asset].add_partitions = self[asset].partitions.append
+        return self[asset]
+
+
+@pytest.mark.parametrize(
+    ("params", "surface", "told"),
+    [
+        ({"surface": "home", "config": "/c"}, "home", True),
+        ({"surface": "eu", "config": "/c"}, "eu", False),
+        ({"surface": "home", "config": "/d"}, "home", False),
+        ({"surface": "home", "config": "/c"}, "eu", False),  # whatever the form said
+    ],
+)
+def test_an_event_is_of_what_was_published_or_there_is_none(params, surface, told):
+    from airflow.sdk import Asset
+
+    asset = Asset(name="nightshelf_home", uri="nightshelf://recommendations/home")
+    code = f"""print('{{"run_id": "a", "ds": "2026-11-28", "surface": "{surface}", "rows": 3}}')"""
+    announces = {"surface": "home", "config": "/c"}
+    publish = step(code, "publish", asset=asset, announces=announces)
+    assert publish.outlets == [asset]
+    events = Events()
+    publish.execute(
+        {"params": params, "outlet_events": events, "ti": SimpleNamespace(task=publish)}
+    )
+    assert bool(publish.outlets) == told  # Airflow makes an event for each that is left
+    assert [event.partitions for event in events.values()] == ([["2026-11-28"]] if told else [])
 
 
 def alive(pid: int) -> bool:

@@ -68,7 +68,6 @@ def guard(
     log_format: LogFormat = LogFormat.text,
 ) -> None:
     """Run a command; turn what goes wrong into a message and an exit code."""
-
     said: list[str] = []
 
     def terminated() -> None:
@@ -101,7 +100,7 @@ def _guarded(body: Callable[[], None], output: Output, debug: bool, log_format: 
             traceback.print_exc()
         if asked_to_end():  # a library made an error of the interruption
             raise Terminated from err
-        known = _known(err)
+        known = err if isinstance(err, NightshelfError) else _known(err)
         if known is not None:
             _leave(output, log_format, str(known), known.exit_code, known.as_json())
         message = f"unexpected {type(err).__name__}: {err}. Run with --debug for the stack trace"

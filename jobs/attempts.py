@@ -2,11 +2,12 @@
 
     <run_dir>/attempts/<launch>/shard-00003/<attempt>.json
     <run_dir>/attempts/<launch>/engines/<engine>.json
+    <run_dir>/attempts/<launch>/ended.json
 
 A worker that dies cannot say so, but its attempt stays: so attempts are counted, over all machines,
 and a shard that has used up its share is not tried again. Written before the engine is started.
 Engines are written too, those that started and those that could not: where none ever could, the
-shards that are left need not find that out one by one.
+shards that are left need not find that out one by one; nor where an error ends the run.
 """
 
 from __future__ import annotations
@@ -129,6 +130,21 @@ def no_engine_starts(plan: RunPlan, launch: str) -> Failure | None:
 
 def _engines_path(plan: RunPlan, launch: str) -> str:
     return files.join(plan.run_dir, "attempts", launch, "engines")
+
+
+def end_the_run(plan: RunPlan, launch: str, error: NightshelfError) -> None:
+    """Say that no attempt at a shard could do better: nobody need begin another one."""
+    files.write_json(_end_path(plan, launch), error.as_record())
+
+
+def ended(plan: RunPlan, launch: str) -> NightshelfError | None:
+    """Why nobody need begin another shard of a launch; None while there is no such reason."""
+    path = _end_path(plan, launch)
+    return NightshelfError.of_record(files.read_json(path)) if files.exists(path) else None
+
+
+def _end_path(plan: RunPlan, launch: str) -> str:
+    return files.join(plan.run_dir, "attempts", launch, "ended.json")
 
 
 def last_words(attempts: list[Attempt]) -> str:

@@ -2,8 +2,8 @@
 processes.
 
 A worker that dies costs its shard one attempt; the shard goes to another worker, and after
-`max_attempts` it is failed while the others go on. A worker that reports nothing for
-`shard_timeout_s` is ended. Workers end with their parent.
+`max_attempts` it is failed while the others go on (`jobs.retries`). A worker that reports
+nothing for `shard_timeout_s` is ended. Workers end with their parent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from engine.device import bind_gpu, num_cpus, visible_gpus
+from jobs.launch_inline import run_inline
+from jobs.retries import Attempts, needs_new_engine, panics_are_failures
 from jobs.run import Progress
 from jobs.shard_worker import set_environment, start_engine, take_and_guess
 from pipelines.catalog import Catalog
@@ -31,7 +32,7 @@ from pipelines.prepare import prepare_run
 from pipelines.read import ShardInput
 from pipelines.read_ahead import ReadAhead
 from pipelines.run_shard import run_shard
-from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
+from schemas.errors import EngineError, NightshelfError, ShardFailedError
 from schemas.runs import RunPlan, Shard
 from schemas.settings import RunConfig
 
@@ -70,11 +71,11 @@ class LocalLauncher:
         """Run the shards; the reasons of those that failed, by shard.
 
         Raises:
-            EngineError: the engine cannot start; no worker would do better.
+            NightshelfError: the engine cannot start, or what no other attempt would do better.
         """
         progress.start(plan.inputs["users"].rows * len(shards) // plan.num_shards)
         if plan.config.run.workers == 0:
-            return _run_inline(plan, shards, progress)
+            return run_inline(plan, shards, progress)
         devices = _devices(plan, len(shards))
         return _Pool(plan, shards, devices, progress).run()
 
@@ -113,20 +114,6 @@ def _groups(gpus: list[str], size: int) -> list[str]:
     return [",".join(gpus[i : i + size]) for i in range(0, whole, size)]
 
 
-def _run_inline(plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
-    catalog = open_items(plan)
-    failed: dict[int, str] = {}
-    with start_engine(plan, catalog) as engine, ReadAhead(plan, catalog) as ahead:
-        for shard, following in zip_longest(shards, shards[1:]):
-            try:
-                run_shard(
-                    plan, shard, engine, catalog, progress.advance, take_and_guess(ahead, following)
-                )
-            except RunError as err:
-                failed[shard.index] = str(err)
-    return failed
-
-
 @dataclass(slots=True, eq=False)
 class _Worker:
     """A process, the pipe to it, and what it is doing."""
@@ -150,8 +137,7 @@ class _Pool:
         self._waiting = deque(shards)
         self._devices = devices
         self._progress = progress
-        self._attempts: dict[int, int] = {}
-        self._failed: dict[int, str] = {}
+        self._attempts = Attempts(plan.config.run.max_attempts, progress)
         self._false_starts = 0
         self._workers: list[_Worker] = []
 
@@ -165,7 +151,7 @@ class _Pool:
                     if worker.pipe in ready or worker.process.sentinel in ready:
                         self._hear(worker)
                 self._end_the_silent()
-        return self._failed
+        return self._attempts.failed
 
     def _handles(self) -> list[Any]:
         return [h for w in self._workers for h in (w.pipe, w.process.sentinel)]
@@ -190,7 +176,8 @@ class _Pool:
             while worker in self._workers and worker.pipe.poll():
                 self._take(worker, worker.pipe.recv())
         except (EOFError, OSError):
-            self._replace(worker, f"its worker ended ({_exit_words(worker.process)})")
+            ended = ShardFailedError(f"its worker ended ({_exit_words(worker.process)})")
+            self._replace(worker, ended, said=False)
 
     def _take(self, worker: _Worker, message: tuple[str, Any]) -> None:
         kind, value = message
@@ -199,18 +186,20 @@ class _Pool:
             worker.users_done += value
             self._progress.advance(value)
         elif kind == "cannot_start":
-            raise value
+            if not value.retryable:
+                raise value
+            self._replace(worker, value)
         elif kind == "ready":
             worker.ready = True
             self._give(worker)
         elif kind == "done":
             worker.shard = None
             self._give(worker)
-        elif kind == "failed":
-            self._again(worker, str(value))
+        elif needs_new_engine(value):
+            self._replace(worker, value)
+        else:
+            self._again(worker, value)
             self._give(worker)
-        elif kind == "broken":
-            self._replace(worker, str(value))
 
     def _give(self, worker: _Worker) -> None:
         worker.shard, worker.users_done = None, 0
@@ -225,34 +214,39 @@ class _Pool:
         turn = len(self._workers) - 1
         return self._waiting[turn] if turn < len(self._waiting) else None
 
-    def _again(self, worker: _Worker, reason: str) -> None:
-        """The worker's shard has used up one attempt."""
+    def _again(self, worker: _Worker, error: NightshelfError) -> None:
+        """The worker's shard has used up one attempt.
+
+        Raises:
+            NightshelfError: the error itself, where no attempt could do better.
+        """
         shard = worker.shard
         if shard is None:
             return
         worker.shard = None
         self._progress.advance(-worker.users_done)
         worker.users_done = 0
-        tries = self._attempts[shard.index] = self._attempts.get(shard.index, 0) + 1
-        if tries < self._plan.config.run.max_attempts:
-            self._progress.note(f"{shard.name}: {reason}; trying again ({tries} so far)")
+        if self._attempts.failed_once(shard, error):
             self._waiting.append(shard)
-        else:
-            self._progress.note(f"{shard.name}: {reason}; given up after {tries} attempts")
-            self._failed[shard.index] = reason
 
-    def _replace(self, worker: _Worker, reason: str) -> None:
-        """A worker is gone: its shard goes to an idle worker, or to a new one in its place."""
-        self._again(worker, reason)
+    def _replace(self, worker: _Worker, error: NightshelfError, *, said: bool = True) -> None:
+        """A worker is gone or goes: its shard is for an idle one, or for a new one in its place.
+
+        Args:
+            said: whether the error is what the worker said of itself.
+        """
+        self._again(worker, error)
         self._workers.remove(worker)
         worker.pipe.close()
         worker.process.join(timeout=_GRACE_S)
         if not worker.ready:
             self._false_starts += 1
             if self._false_starts >= self._plan.config.run.max_attempts:
+                if said:
+                    raise error
                 raise EngineError(
                     f"workers ended {self._false_starts} times before they were ready",
-                    got=reason,
+                    got=str(error),
                     do="Out of memory is the usual reason: use fewer workers, or a smaller model.",
                 )
         for other in self._workers:
@@ -269,7 +263,8 @@ class _Pool:
             if not idle and time.monotonic() - worker.heard > limit:
                 worker.process.kill()
                 worker.process.join(timeout=_GRACE_S)
-                self._replace(worker, f"its worker reported nothing for {limit:g} s")
+                silent = ShardFailedError(f"its worker reported nothing for {limit:g} s")
+                self._replace(worker, silent, said=False)
 
     @contextlib.contextmanager
     def _ended_at_the_end(self) -> Iterator[None]:
@@ -302,8 +297,10 @@ def _work(plan: RunPlan, device: _Device, pipe: Connection) -> None:
     set_environment(device.threads)
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
         try:
-            catalog = open_items(plan)
-            with start_engine(plan, catalog) as engine, ReadAhead(plan, catalog) as ahead:
+            with panics_are_failures("the worker", EngineError), contextlib.ExitStack() as stack:
+                catalog = open_items(plan)
+                engine = stack.enter_context(start_engine(plan, catalog))
+                ahead = stack.enter_context(ReadAhead(plan, catalog))
                 pipe.send(("ready", None))
                 while True:
                     shard, following = pipe.recv()
@@ -321,9 +318,8 @@ def _run_one(
     read: Callable[[Shard], ShardInput],
 ) -> None:
     try:
-        run_shard(plan, shard, engine, catalog, lambda users: pipe.send(("users", users)), read)
-    except ShardFailedError as err:
-        pipe.send(("broken", err))  # the engine may be in any state: a new one takes over
+        with panics_are_failures(shard.name):
+            run_shard(plan, shard, engine, catalog, lambda users: pipe.send(("users", users)), read)
     except NightshelfError as err:
         pipe.send(("failed", err))
     else:

@@ -101,6 +101,7 @@ class SparkLauncher:
             ConfigError: Spark is configured so that engines would share or miss their GPUs, or
                 executors do not see the run's folder.
             EngineError: executors lack something, or the engine cannot start on any.
+            NightshelfError: what no other attempt at a shard would do better.
         """
         spark = self._app.session(plan.config)
         check_conf(plan.config, lambda name: spark.conf.get(name, None))
@@ -113,6 +114,8 @@ class SparkLauncher:
             with _told_of_receipts(plan, left, progress):
                 ended = stage.run()
             failed |= stage.failed
+            if (end := attempts.ended(plan, launch)) is not None:
+                raise end
             _raise_if_no_engine_starts(plan, launch)
             left = [s for s in left if s.index not in failed and load_receipt(plan, s) is None]
             if not left:

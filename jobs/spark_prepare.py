@@ -8,6 +8,7 @@ task holds one shard at a time.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -15,15 +16,17 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from jobs.retries import panics_are_failures
 from jobs.spark_session import spark_errors
 from pipelines.files import Written
+from pipelines.frames import reading
 from pipelines.prepare import (
     prepare_candidate_sets,
     prepare_items,
 )
 from pipelines.prepare_parts import Chunk, Part, Splitter, join_chunks
 from pipelines.prepared import is_prepared, mark_prepared, shards_of
-from schemas.errors import RunError
+from schemas.errors import NightshelfError, RunError
 from schemas.runs import RunPlan
 
 if TYPE_CHECKING:
@@ -40,8 +43,11 @@ _CHUNK_SCHEMA = pa.schema(
         ("data", pa.binary()),
     ]
 )
-_WRITTEN_SCHEMA = pa.schema([("shard", pa.int32()), ("size", pa.int64()), ("xxh3", pa.string())])
-_WRITTEN = "shard int, size long, xxh3 string"
+_WRITTEN = "shard int, size long, xxh3 string, error string"
+_WRITTEN_SCHEMA = pa.schema(
+    [("shard", pa.int32()), ("size", pa.int64()), ("xxh3", pa.string()), ("error", pa.string())]
+)
+_NO_SHARD, _ERROR = -1, "error"  # a chunk that is an error of ours, by its fields
 _SETTINGS = {
     # A chunk is as large as thousands of rows: few of them are a batch.
     "spark.sql.execution.arrow.maxRecordsPerBatch": "16",
@@ -55,6 +61,7 @@ def prepare_on_executors(spark: SparkSession, plan: RunPlan, part_bytes: int = 6
 
     Raises:
         RunError: Spark gave up. What is written stays and is written again the next time.
+        NightshelfError: what a task found wrong, as `prepare_run` has it.
     """
     prepare_items(plan)
     if is_prepared(plan):
@@ -69,6 +76,8 @@ def prepare_on_executors(spark: SparkSession, plan: RunPlan, part_bytes: int = 6
         by_shard = chunks.repartition(plan.num_shards, "shard").sortWithinPartitions("shard")
         written = by_shard.mapInArrow(_join(plan), _WRITTEN).collect()
         spark.sparkContext.setJobDescription("")
+    if errors := sorted(row.error for row in written if row.error is not None):
+        raise NightshelfError.of_record(json.loads(errors[0]))
     shards = shards_of(plan)
     sealed |= {shards[row.shard].path: Written(row.size, row.xxh3) for row in written}
     for index in set(range(plan.num_shards)) - {row.shard for row in written}:
@@ -93,27 +102,35 @@ def _settings(spark: SparkSession) -> Iterator[None]:
 
 
 def _split(splitter: Splitter, parts: list[Part]) -> Callable[[Batches], Batches]:
-    """Places in `parts` in, chunks out."""
+    """Places in `parts` in, chunks out; an error that another try would meet again as one, too."""
 
     def split(batches: Batches) -> Batches:
         for batch in batches:
             for at in batch.column(0).to_pylist():
-                for chunk in splitter.chunks(parts[at]):
-                    yield pa.RecordBatch.from_pydict(
-                        {
-                            "shard": [chunk.shard],
-                            "source": [chunk.table],
-                            "number": [chunk.number],
-                            "data": [chunk.data],
-                        },
-                        schema=_CHUNK_SCHEMA,
-                    )
+                yield from _chunks_or_error(splitter, parts[at])
 
     return split
 
 
+def _chunks_or_error(splitter: Splitter, part: Part) -> Batches:
+    file = splitter.plan.inputs[part.table].files[part.file]
+    try:
+        with panics_are_failures(f"preparing {file.path}"), reading(part.table, [file.path]):
+            for chunk in splitter.chunks(part):
+                yield _batch(chunk.shard, chunk.table, chunk.number, chunk.data)
+    except NightshelfError as err:
+        if err.retryable:
+            raise  # Spark tries the task again
+        yield _batch(_NO_SHARD, _ERROR, 0, json.dumps(err.as_record()).encode())
+
+
+def _batch(shard: int, source: str, number: int, data: bytes) -> pa.RecordBatch:
+    columns = {"shard": [shard], "source": [source], "number": [number], "data": [data]}
+    return pa.RecordBatch.from_pydict(columns, schema=_CHUNK_SCHEMA)
+
+
 def _join(plan: RunPlan) -> Callable[[Batches], Batches]:
-    """Chunks sorted by shard in, numbers of the shards that are written out."""
+    """Chunks sorted by shard in, numbers of the shards that are written out; errors pass by."""
 
     def chunks(batches: Batches) -> Iterator[Chunk]:
         for batch in batches:
@@ -129,9 +146,26 @@ def _join(plan: RunPlan) -> Callable[[Batches], Batches]:
     def join(batches: Batches) -> Batches:
         files = shards_of(plan)
         for shard, mine in groupby(chunks(batches), key=lambda chunk: chunk.shard):
-            one = join_chunks(plan, files[shard], mine)
-            yield pa.RecordBatch.from_pydict(
-                {"shard": [shard], "size": [one.bytes], "xxh3": [one.xxh3]}, schema=_WRITTEN_SCHEMA
-            )
+            if shard == _NO_SHARD:
+                for chunk in mine:
+                    yield _outcome(error=chunk.data.decode())
+                continue
+            try:
+                with panics_are_failures(f"preparing {files[shard].name}"):
+                    one = join_chunks(plan, files[shard], mine)
+            except NightshelfError as err:
+                if err.retryable:
+                    raise
+                yield _outcome(error=json.dumps(err.as_record()))
+            else:
+                yield _outcome(shard, one)
 
     return join
+
+
+def _outcome(
+    shard: int = _NO_SHARD, one: Written | None = None, error: str | None = None
+) -> pa.RecordBatch:
+    size, xxh3 = (None, None) if one is None else (one.bytes, one.xxh3)
+    columns = {"shard": [shard], "size": [size], "xxh3": [xxh3], "error": [error]}
+    return pa.RecordBatch.from_pydict(columns, schema=_WRITTEN_SCHEMA)

@@ -18,11 +18,12 @@ from engine.device import bind_addresses, num_cpus
 from jobs import attempts
 from jobs.deadline import Deadline
 from jobs.ending import end_with_parent
+from jobs.retries import Next, needs_new_engine, next_step, panics_are_failures
 from jobs.shard_worker import set_environment, start_engine, take_and_guess
 from pipelines.items import open_items
 from pipelines.read_ahead import ReadAhead
 from pipelines.run_shard import load_receipt, run_shard
-from schemas.errors import EngineError, NightshelfError, RunError, ShardFailedError
+from schemas.errors import EngineError, NightshelfError, ShardFailedError
 from schemas.runs import RunPlan, Shard
 
 
@@ -109,7 +110,8 @@ def run_task(task: ShardTask, place: Place) -> str | None:
     """Get a shard its receipt; why not, where all attempts are used up.
 
     Where several engines could not start and none has yet, the shard goes back to the driver with
-    neither: it is not at fault, and an engine may still be loading elsewhere.
+    neither: it is not at fault, and an engine may still be loading elsewhere. So it does where an
+    error ends the run, its own or another one's (`attempts.ended`).
 
     Raises:
         EngineError, ShardFailedError: the engine cannot start, or may be broken. Whoever tries
@@ -117,6 +119,8 @@ def run_task(task: ShardTask, place: Place) -> str | None:
     """
     plan, shard = task.plan, task.shard
     while load_receipt(plan, shard) is None:
+        if attempts.ended(plan, task.launch) is not None:
+            return None
         earlier = attempts.attempts_of(plan, task.launch, shard)
         if len(earlier) >= plan.config.run.max_attempts:
             return f"{attempts.last_words(earlier)}; given up after {len(earlier)} attempts"
@@ -128,7 +132,12 @@ def run_task(task: ShardTask, place: Place) -> str | None:
             _attempt(task, held, attempt)
         except NightshelfError as err:
             attempts.fail(plan, shard, attempt, err)
-            if isinstance(err, ShardFailedError | EngineError) or not isinstance(err, RunError):
+            if isinstance(err, EngineError) and not held.started:
+                raise  # another host may do better
+            if next_step(err, len(earlier) + 1, plan.config.run.max_attempts) is Next.end_the_run:
+                attempts.end_the_run(plan, task.launch, err)
+                return None
+            if needs_new_engine(err):
                 raise
     return None
 
@@ -144,7 +153,8 @@ def _hold_or_say(task: ShardTask, place: Place) -> _Held:
 
 def _start(task: ShardTask, held: _Held) -> None:
     try:
-        held.start()
+        with panics_are_failures("the engine", EngineError):
+            held.start()
     except NightshelfError as err:
         attempts.engine_ended(task.plan, task.launch, held.id, err)
         raise
@@ -170,7 +180,7 @@ def _attempt(task: ShardTask, held: _Held, attempt: attempts.Attempt) -> None:
         attempts.engine_ended(task.plan, task.launch, held.id, None)
         held.told = task.launch
     deadline = Deadline(limit, lambda: too_late(limit))
-    with deadline.running():
+    with deadline.running(), panics_are_failures(task.shard.name):
         run_shard(
             task.plan,
             task.shard,

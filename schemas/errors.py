@@ -24,7 +24,7 @@ NightshelfError                 1   something we did not foresee, still said in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -83,11 +83,33 @@ class NightshelfError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions cross process borders; the default loses keyword-only arguments.
         facts = (self.what, self.expected, self.got, self.where, self.do, self.field)
-        return (_rebuild, (type(self), *facts))
+        own = {"retryable": self.retryable} if "retryable" in self.__dict__ else None
+        return (_rebuild, (type(self), *facts), own)
+
+    def as_record(self) -> dict[str, Any]:
+        """The error as JSON from which `of_record` makes it again."""
+        names = ("what", "expected", "got", "where", "do", "field", "retryable")
+        return {"class": type(self).__name__} | {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> NightshelfError:
+        """The error of a record, of its own class where that is one of this tree."""
+        known = {kind.__name__: kind for kind in _tree(NightshelfError)}
+        facts = {name: record[name] for name in ("expected", "got", "where", "do", "field")}
+        found = known.get(record["class"], NightshelfError)(record["what"], **facts)
+        if found.retryable != record["retryable"]:
+            found.__dict__["retryable"] = record["retryable"]
+        return found
 
     def as_json(self) -> dict[str, str | int | None]:
         """The error as the command line prints it with `--output json`."""
         return {"kind": self.kind, "exit_code": self.exit_code, "message": str(self)}
+
+
+def _tree(kind: type[NightshelfError]) -> Iterator[type[NightshelfError]]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from _tree(one)
 
 
 def _rebuild(

@@ -171,7 +171,7 @@ import ctypes, typer
 from jobs.options import Output, guard
 def body():
     print("here", flush=True)
-    ctypes.CDLL(None).system(b"sleep 600 >/dev/null 2>&1")  # C waits, whatever comes
+    ctypes.CDLL(None).system(b"exec sleep 600 >/dev/null 2>&1")
 app = typer.Typer()
 @app.command()
 def main():

@@ -256,3 +256,43 @@ def test_executors_work_in_an_object_store(nightshelf, submit, store, tmp_path):
     fs.invalidate_cache()
     assert rows_of(store).equals(want)
     assert len(fs.glob(f"{bucket}/runs/*/attempts/*/shard-*/*.json")) == 3
+
+
+@pytest.mark.parametrize("whom", ["spark-submit", "the driver", "the group"])
+def test_a_sigterm_drains_the_driver_and_the_run_resumes(nightshelf, submit, tmp_path, whom):
+    """In client mode: a spot machine that goes, a scheduler's deadline."""
+    write_inputs(tmp_path, num_users=64)
+    config = write_config(tmp_path, engine__backend=SLOW, run__shard_users=4)
+    nightshelf("run", config, "--set", "engine.backend=fake")
+    clear(tmp_path)
+    process = submit.start("run", config, "--output", "json")
+    wait_for(lambda: len(receipts(tmp_path)) >= 2, "two shards", process)
+    if whom == "the group":
+        os.killpg(process.pid, signal.SIGTERM)
+    elif whom == "spark-submit":
+        process.send_signal(signal.SIGTERM)
+    else:
+        (driver,) = (p for p in session_of(process) if _is_driver(p))
+        driver.send_signal(signal.SIGTERM)
+    done = submit.wait(process, check=143)
+    wait_for_end(process)
+    assert "Traceback" not in done.err.split("nightshelf:")[-1]
+    assert "ended by SIGTERM; run the same command again to continue" in done.err
+    kept = receipts(tmp_path)
+    assert 2 <= len(kept) < 16
+    assert not list(tmp_path.glob("out/**/*.parquet"))
+    nightshelf("run", config, "--launcher", "local", "--set", "run.workers=0")
+    after = receipts(tmp_path)
+    assert {name: after[name] for name in kept} == kept
+    assert published_bytes(tmp_path)
+
+
+def _is_driver(process: psutil.Process) -> bool:
+    words = process.cmdline()
+    return any(w.endswith("spark_submit.py") for w in words) and "python" in process.name()
+
+
+def wait_for_end(process) -> None:
+    """Nobody of a spark-submit is left."""
+    _, left = psutil.wait_procs(session_of(process), timeout=60)
+    assert not left, left

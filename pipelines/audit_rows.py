@@ -14,6 +14,7 @@ from pipelines.items import open_items
 from pipelines.prepared import shards_of
 from pipelines.read import eligibility_columns
 from pipelines.shard_table import read_shard_table
+from schemas.eligibility import with_date
 from schemas.runs import RunPlan, Shard, ShardReceipt
 from schemas.tables import DUPLICATE, EXCLUDED_LIST
 
@@ -92,6 +93,7 @@ def _ineligible(plan: RunPlan, shard: Shard, rows: pl.DataFrame, catalog: Catalo
     users = read_shard_table(plan, shard)
     at = pc.index_in(rows["user_id"].to_arrow().cast(users["user_id"].type), users["user_id"])
     item = catalog.positions(rows["item_id"].to_arrow().cast(catalog.item_ids.type))
+    rule = with_date(rule, plan.ds)
     allowed = eligible_items(rule, eligibility_columns(rule, users.take(at)), catalog.table)
     known = np.flatnonzero(item >= 0)
     return int((~allowed.of(known, item[known])).sum())

@@ -20,7 +20,7 @@ from pipelines.catalog import Catalog
 from pipelines.eligibility import eligible_items
 from pipelines.shard_table import read_shard_table
 from pipelines.validate import QuarantinedRow, UnknownItems, UserCheck, ragged
-from schemas.eligibility import Expression, user_columns
+from schemas.eligibility import Expression, user_columns, with_date
 from schemas.requests import CandidateSets, Eligibility, Ints, Labels, Ragged, UserBatch
 from schemas.runs import Counts, RunPlan, Shard
 from schemas.tables import (
@@ -182,7 +182,8 @@ def _eligibility(plan: RunPlan, table: pa.Table, catalog: Catalog) -> Eligibilit
     rule = plan.config.task.eligible
     if rule is None:
         return None
-    return eligible_items(rule, eligibility_columns(rule, table), catalog.table)
+    users = eligibility_columns(rule, table)
+    return eligible_items(with_date(rule, plan.ds), users, catalog.table)
 
 
 def eligibility_columns(rule: Expression, shard: pa.Table) -> pa.Table:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from pipelines import input_files
 from pipelines.input_columns import Piece, Wanted, scan_columns
 from pipelines.one_type import OneType
-from schemas.column_types import is_empty, is_list, plain
+from schemas.column_types import is_empty, is_list, plain, portable
 from schemas.eligibility import user_columns
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
@@ -182,19 +182,8 @@ def shard_type(name: str, kind: str, found: pa.DataType, item: IdType) -> pa.Dat
     if kind == "labels":
         return pa.list_(ID_TYPES["string" if is_empty(found) else id_type(found)])
     if kind == "as it is":
-        return _known(plain(found))
+        return portable(plain(found))
     return pa.list_(pa.int64() if name == "user_sid" else pa.float32())
-
-
-def _known(dtype: pa.DataType) -> pa.DataType:
-    """A type that polars can hold, too: it knows no zone that is an offset, and instants are the
-    same in every zone.
-    """
-    if is_list(dtype):
-        return pa.list_(_known(dtype.value_type))
-    if pa.types.is_timestamp(dtype) and dtype.tz is not None:
-        return pa.timestamp(dtype.unit, "UTC")
-    return pa.string() if pa.types.is_null(dtype) else dtype
 
 
 def to_arrow(users: pl.DataFrame) -> pa.Table:

@@ -88,6 +88,17 @@ def plain(dtype: pa.DataType) -> pa.DataType:
     return dtype
 
 
+def portable(dtype: pa.DataType) -> pa.DataType:
+    """A `plain` type that polars can hold too: it knows no zone that is an offset, and an instant
+    is the same in every zone; what is empty is text.
+    """
+    if is_list(dtype):
+        return pa.list_(portable(dtype.value_type))
+    if pt.is_timestamp(dtype) and dtype.tz is not None:
+        return pa.timestamp(dtype.unit, "UTC")
+    return pa.string() if pt.is_null(dtype) else dtype
+
+
 def alike(one: pa.DataType, other: pa.DataType) -> bool:
     """Whether equal values of two types are the same and are written alike. What is empty is like
     everything.

@@ -2,10 +2,11 @@
 
     market contains {user.market} and age_rating <= {user.max_age} and not adult
 
-Operands on the left are catalog columns; on the right literals (`3`, `'eu'`, `['a', 'b']`, `true`)
-or columns of the users table, `{user.column}`. Operators: `=`, `!=`, `<`, `<=`, `>`, `>=`, `in`,
-`not in`, `contains` (a list column holds the value); a bare column must be boolean; `and`, `or`,
-`not`, parentheses.
+Operands on the left are catalog columns; on the right literals (`3`, `'eu'`, `['a', 'b']`, `true`),
+columns of the users table, `{user.column}`, or the partition's date, `{ds}`. A text that is
+compared with a date, a time or a timestamp is read as one. Operators: `=`, `!=`, `<`, `<=`, `>`,
+`>=`, `in`, `not in`, `contains` (a list column holds the value); a bare column must be boolean;
+`and`, `or`, `not`, parentheses.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NoReturn, cast
+from typing import Literal, NoReturn, cast, get_args
 
 from schemas.errors import ConfigError, quoted
 
 Operator = Literal["=", "!=", "<", "<=", ">", ">=", "in", "not in", "contains"]
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
 Scalar = str | int | float | bool
 
 
@@ -36,12 +38,33 @@ class Constant:
 
 
 @dataclass(frozen=True, slots=True)
+class PartitionDate:
+    """`{ds}`, a text `YYYY-MM-DD`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
     """`attribute operator operand`."""
 
     attribute: str
     operator: Operator
-    operand: UserColumn | Constant
+    operand: UserColumn | Constant | PartitionDate
+
+    def __str__(self) -> str:
+        match self.operand:
+            case UserColumn(name):
+                words = f"{{user.{name}}}"
+            case Constant(tuple() as values):
+                words = f"[{', '.join(map(_literal, values))}]"
+            case Constant(value):
+                words = _literal(value)
+            case _:
+                words = "{ds}"
+        return f"{self.attribute} {self.operator} {words}"
+
+
+def _literal(value: Scalar | tuple[Scalar, ...]) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +72,9 @@ class Flag:
     """A boolean attribute."""
 
     attribute: str
+
+    def __str__(self) -> str:
+        return self.attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +107,18 @@ def leaves(expression: Expression) -> Iterator[Comparison | Flag]:
             yield expression
 
 
+def with_date(expression: Expression, ds: str) -> Expression:
+    """The expression with the partition's date in the place of `{ds}`: a text as any other."""
+    match expression:
+        case Negation(inner):
+            return Negation(with_date(inner, ds))
+        case Junction(word, parts):
+            return Junction(word, tuple(with_date(part, ds) for part in parts))
+        case Comparison(attribute, operator, PartitionDate()):
+            return Comparison(attribute, operator, Constant(ds))
+    return expression
+
+
 def attributes(expression: Expression) -> tuple[str, ...]:
     """Catalog columns that an expression reads, each once."""
     return tuple(dict.fromkeys(leaf.attribute for leaf in leaves(expression)))
@@ -102,8 +140,8 @@ def parse_eligibility(source: str) -> Expression:
 
 
 _TOKEN = re.compile(
-    r"\s*(?:(?P<user>\{user\.[A-Za-z_]\w*\})|(?P<word>[A-Za-z_]\w*)|(?P<number>-?\d+(?:\.\d+)?)"
-    r"|(?P<text>'[^']*'|\"[^\"]*\")|(?P<sign>==|!=|<=|>=|[=<>()\[\],]))"
+    r"\s*(?:(?P<user>\{user\.[A-Za-z_]\w*\})|(?P<date>\{ds\})|(?P<word>[A-Za-z_]\w*)"
+    r"|(?P<number>-?\d+(?:\.\d+)?)|(?P<text>'[^']*'|\"[^\"]*\")|(?P<sign>==|!=|<=|>=|[=<>()\[\],]))"
 )
 _WORDS = {"and", "or", "not", "in", "contains", "true", "false"}
 
@@ -177,7 +215,10 @@ class _Parser:
             return Comparison(name, operator, self._operand())
         return Flag(name)
 
-    def _operand(self) -> UserColumn | Constant:
+    def _operand(self) -> UserColumn | Constant | PartitionDate:
+        if self._peek()[0] == "date":
+            self._next += 1
+            return PartitionDate()
         if self._peek()[0] == "user":
             return UserColumn(self._take()[1][len("{user.") : -1])
         if not self._accept("["):

@@ -28,10 +28,9 @@ from pyspark import TaskContext
 from jobs.spark_content import NUM_HASHES, Content, schema_in_utc, with_hashes
 from jobs.spark_session import spark_errors
 from pipelines import files
-from schemas.eligibility import attributes, user_columns
+from pipelines.sources.wanted import columns_of
 from schemas.errors import RunError, StorageError, TableError, quoted
 from schemas.settings import RunConfig
-from schemas.tables import USER_CANDIDATES, USER_EXCLUSIONS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -69,23 +68,6 @@ def copy_tables(spark: SparkSession, config: RunConfig) -> RunConfig:
     }
     inputs = config.inputs.model_copy(update=folders)
     return config.model_copy(update={"inputs": inputs})
-
-
-def columns_of(config: RunConfig, name: str) -> set[str]:
-    """Columns of an input that a run may read; others need not be copied."""
-    rule = config.task.eligible
-    if name == "users":
-        columns = {"user_id", "embedding", "history", "user_sid", "segment"}
-        columns |= {USER_CANDIDATES, USER_EXCLUSIONS} if config.inputs.self_contained else set()
-        columns |= set(config.prompt.parsed.columns) | set(user_columns(rule) if rule else ())
-        columns |= {config.task.k_column} if config.task.k_column else set()
-        labels = config.task.label.labels_column if config.task.label else None
-        return columns | ({labels} if labels else set())
-    if name == "catalog":
-        columns = {"item_id", "sid", "popularity", "title", "text"}
-        columns |= {config.text.column} if config.text else set()
-        return columns | set(attributes(rule) if rule else ())
-    return {"user_id", "item_id", "item_ids", "segment"}
 
 
 def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:

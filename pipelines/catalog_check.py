@@ -20,8 +20,8 @@ from engine.checkpoint import VocabularySizes, vocabulary_sizes
 from engine.tokenizer import Tokenizer, bind_space, load_tokenizer
 from pipelines.catalog import read_codes, split_texts
 from pipelines.catalog_columns import join_files
-from pipelines.catalog_readers import list_catalog, read_file
-from pipelines.items import catalog_path, list_items, read_items
+from pipelines.catalog_readers import read_file
+from pipelines.items import list_items, read_items
 from schemas.errors import CatalogError, NightshelfError, quoted
 from schemas.requests import Ints
 from schemas.semantic_ids import BoundSidSpace, SidSpace
@@ -99,7 +99,7 @@ def check_rows(
     """
     if config.sid is None:
         try:
-            return [], None, read_items(config, list_items(config)).item_ids
+            return [], None, read_items(config, list_items(config).files).item_ids
         except NightshelfError as err:
             return [_of_error("unreadable", err)], None, None
     table, problems = _read(config)
@@ -184,7 +184,7 @@ def _read(config: RunConfig) -> tuple[pa.Table | None, list[Problem]]:
     problems: list[Problem] = []
     tables: list[pa.Table] = []
     try:
-        paths = list_catalog(catalog_path(config))
+        paths = list_items(config).files
     except NightshelfError as err:
         return None, [_of_error("unreadable", err)]
     for path in paths:

@@ -31,7 +31,6 @@ from engine.checkpoint import safetensors_header
 from pipelines import files, input_files
 from pipelines.input_columns import Piece, raw_batches
 from pipelines.sources.listing import list_path
-from pipelines.sources.logged import refuse_logged
 from pipelines.storage_errors import translated
 from schemas.column_types import ENCRYPTED
 from schemas.errors import CatalogError, StorageError, TableError, quoted
@@ -46,9 +45,9 @@ _DTYPES = {"I8": "i1", "I16": "<i2", "I32": "<i4", "I64": "<i8",
 _INDEX_NAME = re.compile(r"(.+?)\.index[^/]*\.json$")
 
 
-def list_catalog(path: str) -> list[str]:
+def list_catalog(path: str, parquet: Callable[[], list[str]] | None = None) -> list[str]:
     """The catalog files a path names: a file or a glob of any layout, or a folder of Parquet files,
-    which are known by their content.
+    which are known by their content. `parquet` says how these are listed, where not by the path.
 
     Raises:
         TableError: nothing is there, the layout is not known, or it is pickled.
@@ -63,10 +62,14 @@ def list_catalog(path: str) -> list[str]:
             do="Save the tensor with safetensors.torch.save_file or numpy.save.",
         )
     if suffix not in _READERS or suffix == ".parquet":
-        return _list_parquet(path)
+        return _list_parquet(path, parquet)
     listing = list_path(path, "catalog", suffix)
     if listing.table is not None:
-        raise refuse_logged(listing.table, path, "catalog")
+        raise TableError(
+            f"catalog: the path leads into a {listing.table.kind} table",
+            expected=f"a {suffix} file",
+            where=path,
+        )
     found = [file.path for file in listing.files]
     found = [one for one in found if not one.endswith(".item.json")]
     if not found:
@@ -77,9 +80,9 @@ def list_catalog(path: str) -> list[str]:
     return found
 
 
-def _list_parquet(path: str) -> list[str]:
+def _list_parquet(path: str, parquet: Callable[[], list[str]] | None) -> list[str]:
     """Parquet files, whatever their names; none of another layout among them."""
-    found = input_files.list_parquet(path, "catalog")
+    found = parquet() if parquet else input_files.list_parquet(path, "catalog")
     for one in found:
         if layout_of(one) != ".parquet":
             raise _another_layout(one, "Parquet files")

@@ -8,8 +8,7 @@ import numpy as np
 
 from engine.sid_trie import SidTrie
 from engine.token_tree import build_token_tree
-from pipelines.catalog_readers import list_catalog
-from pipelines.items import catalog_path, read_items
+from pipelines.items import list_items, read_items
 from schemas.requests import Ragged
 from schemas.semantic_ids import SidSpace
 from schemas.settings import RunConfig
@@ -63,7 +62,7 @@ def catalog_stats(config: RunConfig) -> CatalogStats:
         InputError: the catalog cannot be used; `check_catalog` tells everything that is wrong.
     """
     space = config.space
-    trie = read_items(config, list_catalog(catalog_path(config))).trie
+    trie = read_items(config, list_items(config).files).trie
     group = np.diff(trie.first_item)
     last = trie.num_children[trie.parent[trie.node_of_sid]]
     return CatalogStats(

@@ -18,31 +18,23 @@ from numpy.typing import NDArray
 
 from pipelines.files import filesystem, first_line, is_damage, retried
 from pipelines.parquet_leaves import leaves, mark_encrypted, says_encrypted
-from pipelines.sources.hive import folder_columns
-from pipelines.sources.listing import list_path
-from pipelines.sources.logged import refuse_logged
+from pipelines.sources.copies import version_of_copy
+from pipelines.sources.locate import list_parquet
 from pipelines.storage_errors import translated
 from schemas.errors import TableError, quoted
 from schemas.runs import InputFile
 
+__all__ = [
+    "column_range",
+    "describe_file",
+    "first_list_lengths",
+    "is_parquet",
+    "list_parquet",
+    "read_head",
+    "unreadable",
+]
+
 _MAGIC = (b"PAR1", b"PARE")  # the second: with an encrypted footer
-
-
-def list_parquet(path: str, table: str) -> list[str]:
-    """The Parquet files that a path names: a file, a folder (recursively) or a glob; sorted, listed
-    fresh. Every file that is not hidden is among them, whatever its suffix: one that is not Parquet
-    is refused where it is opened.
-
-    Raises:
-        TableError: nothing is there; the path is a table with a log; folders name other columns
-            for one file than for another.
-        ConfigError: a folder may not be listed.
-    """
-    listing = list_path(path, table)
-    if listing.table is not None:
-        raise refuse_logged(listing.table, path, table)
-    folder_columns(listing.files, table)
-    return [file.path for file in listing.files]
 
 
 @retried
@@ -71,7 +63,7 @@ def describe_file(path: str, table: str) -> tuple[InputFile, pa.Schema]:
         raise TableError(
             f"{table}: the file cannot be read as Parquet", got=first_line(err), where=path
         ) from err
-    return InputFile(path=path, bytes=info["size"], rows=rows, version=_version(info)), schema
+    return InputFile(path=path, bytes=info["size"], rows=rows, version=_version(path, info)), schema
 
 
 @retried
@@ -84,10 +76,13 @@ def file_version(path: str) -> str:
     fs, inside = filesystem(path)
     with translated(path):
         fs.invalidate_cache()
-        return _version(fs.info(inside))
+        return _version(path, fs.info(inside))
 
 
-def _version(info: dict[str, Any]) -> str:
+def _version(path: str, info: dict[str, Any]) -> str:
+    copied = version_of_copy(path)
+    if copied is not None:
+        return f"{copied}-{info['size']}"
     version = info.get("ETag") or info.get("etag") or f"{info['size']}-{info.get('mtime', 0):.6f}"
     return str(version)
 

@@ -8,8 +8,10 @@ from engine.tokenizer import bind_space, load_tokenizer, vocab_size
 from pipelines import files, input_files
 from pipelines.catalog import Catalog, open_catalog, read_catalog, read_text_catalog
 from pipelines.catalog_readers import describe_catalog, list_catalog
+from pipelines.sources.locate import Located, locate_input
 from schemas.eligibility import attributes
 from schemas.errors import ConfigError
+from schemas.input_tables import FolderInput
 from schemas.runs import InputFile, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import TableContract, catalog_contract, text_catalog_contract
@@ -17,9 +19,10 @@ from schemas.tables import TableContract, catalog_contract, text_catalog_contrac
 
 def catalog_path(config: RunConfig) -> str:
     """`inputs.catalog`; `ConfigError` where there is none."""
-    if config.inputs.catalog is None:
+    path = config.inputs.paths["catalog"]
+    if path is None:
         raise ConfigError("inputs.catalog is missing", expected="the table of items")
-    return config.inputs.catalog
+    return path
 
 
 def catalog_dir(plan: RunPlan) -> str:
@@ -27,12 +30,21 @@ def catalog_dir(plan: RunPlan) -> str:
     return files.join(plan.run_dir, "catalog")
 
 
-def list_items(config: RunConfig) -> list[str]:
+def list_items(config: RunConfig) -> Located:
     """The catalog's files."""
     path = catalog_path(config)
-    return (
-        list_catalog(path) if config.sid is not None else input_files.list_parquet(path, "catalog")
-    )
+    named_by_path = isinstance(config.inputs.catalog, str | FolderInput)
+    if config.sid is None or not named_by_path:
+        return locate_input(config, "catalog")
+    snapshots: list[str | None] = []
+
+    def parquet() -> list[str]:
+        found = locate_input(config, "catalog")
+        snapshots.append(found.snapshot)
+        return found.files
+
+    listed = list_catalog(path, parquet)
+    return Located(listed, snapshots[0] if snapshots else None)
 
 
 def describe_items(config: RunConfig, file: str) -> tuple[InputFile, pa.Schema]:

@@ -22,6 +22,7 @@ from pipelines.items import describe_items, items_contract, list_items
 from pipelines.one_type import OneType
 from pipelines.publish import check_output
 from pipelines.shard_columns import contract_of_users
+from pipelines.sources.locate import Located, locate_input
 from pipelines.unchanged import hash_model
 from schemas.column_types import alike, is_empty, type_words
 from schemas.errors import (
@@ -73,7 +74,7 @@ def plan_run(config: RunConfig) -> RunPlan:
             "users: the table is empty",
             expected="at least one user",
             got=f"0 rows in {len(inputs['users'].files)} file(s)",
-            where=config.inputs.users,
+            where=config.inputs.paths["users"],
             field="inputs.users",
         )
     check_shards(config, inputs["users"])
@@ -142,11 +143,12 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
     tables: dict[str, InputTable] = {}
     schemas: dict[str, pa.Schema] = {}
     by_segment = False
-    for name, path in tables_read(config).items():
+    for name in tables_read(config):
+        located = list_table(config, name)
         found: list[InputFile] = []
         columns: dict[str, str] = {}  # of the first file
         types, shape = OneType(name), None
-        for file in list_table(config, name, path):
+        for file in located.files:
             described, schema = describe_input(config, name, file)
             if not found:
                 columns = {field.name: str(field.type) for field in schema}
@@ -162,7 +164,9 @@ def _list_inputs(config: RunConfig) -> tuple[dict[str, InputTable], dict[str, pa
             found.append(described)
         schemas[name] = types.schema()
         columns |= {field.name: str(field.type) for field in schemas[name]}
-        tables[name] = InputTable(name=name, files=tuple(found), columns=columns)
+        tables[name] = InputTable(
+            name=name, files=tuple(found), columns=columns, snapshot=located.snapshot
+        )
     return tables, schemas
 
 
@@ -181,9 +185,9 @@ def tables_read(config: RunConfig) -> dict[str, str]:
     return {name: paths[name] for name in order if name in paths}
 
 
-def list_table(config: RunConfig, name: str, path: str) -> list[str]:
+def list_table(config: RunConfig, name: str) -> Located:
     """The files of one table."""
-    return list_items(config) if name == "catalog" else input_files.list_parquet(path, name)
+    return list_items(config) if name == "catalog" else locate_input(config, name)
 
 
 def describe_input(config: RunConfig, name: str, file: str) -> tuple[InputFile, pa.Schema]:
@@ -370,7 +374,8 @@ def _hash_config(config: RunConfig) -> str:
 
 
 def _hash_inputs(inputs: Mapping[str, InputTable]) -> str:
-    text = json.dumps({n: t.model_dump(mode="json") for n, t in inputs.items()}, sort_keys=True)
+    told = {n: t.model_dump(mode="json", exclude_none=True) for n, t in inputs.items()}
+    text = json.dumps(told, sort_keys=True)
     return files.hash_bytes(text.encode())
 
 

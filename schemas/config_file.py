@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -196,13 +196,14 @@ def _output_paths(config: RunConfig) -> tuple[str, ...]:
 def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     """The configuration with `{ds}` and `{surface}` filled in, and paths taken from `base`."""
 
-    def full(value: str | None) -> str | None:
-        if value is None:
-            return None
-        value = value.replace("{surface}", config.surface)
+    def fill(value: str, quote: Callable[[str], str]) -> str:
+        value = value.replace("{surface}", quote(config.surface))
         if config.ds is not None:
             value = value.replace("{ds}", config.ds)
         return value if _URL.match(value) else str(base / value)
+
+    def full(value: str | None) -> str | None:
+        return None if value is None else fill(value, str)
 
     def rebased(section: S, *names: str) -> S:
         return section.model_copy(update={n: full(getattr(section, n)) for n in names})
@@ -210,7 +211,7 @@ def resolve_paths(config: RunConfig, base: Path) -> RunConfig:
     return config.model_copy(
         update={
             "engine": rebased(config.engine, "model", "projector"),
-            "inputs": rebased(config.inputs, *config.inputs.paths),
+            "inputs": config.inputs.placed(fill),
             "output": rebased(config.output, *_output_paths(config)),
             "run": rebased(config.run, "work_dir", "metrics_dir"),
         }

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
     Field,
-    WithJsonSchema,
     model_validator,
 )
 
 from schemas.errors import ConfigError
-from schemas.places import place
+from schemas.input_tables import TABLE, Fill, Input, place_of, placed
 from schemas.section import Flag, Name, Positive, Section, naming
 from schemas.semantic_ids import SidSpace
 from schemas.templates import PromptTemplate, parse_template
 
 TABLES = ("users", "catalog", "candidates", "exclusions")
-TABLE = "table:"  # how an input says that it is a table of Spark's catalog, and no path
 
 
 Codes = Annotated[Positive, Field(le=4_194_304)]
@@ -90,41 +86,9 @@ class PromptSettings(Section):
             return parse_template(self.template)
 
 
-def _table_name(value: Any) -> Any:
-    """`{table: db.users}` as text, `table:db.users`."""
-    if not isinstance(value, dict):
-        return value
-    name = value.get("table")
-    if set(value) != {"table"} or not isinstance(name, str) or not name.strip():
-        raise ValueError("must be a path, or {table: NAME} for a table of Spark's catalog")
-    return TABLE + name.strip()
-
-
-_TABLE_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {
-            "type": "object",
-            "properties": {"table": {"type": "string"}},
-            "required": ["table"],
-            "additionalProperties": False,
-        },
-    ]
-}
-
-
-def _place(value: str) -> str:
-    return value if value.startswith(TABLE) else place(value)
-
-
-Input = Annotated[
-    Name, BeforeValidator(_table_name), AfterValidator(_place), WithJsonSchema(_TABLE_SCHEMA)
-]
-
-
 class InputSettings(Section):
-    """Where the tables are: a Parquet file, a folder of them, or a glob; with Spark also
-    `{table: db.users}`, a table of its catalog."""
+    """Where the tables are: a Parquet file, a folder of them, or a glob; `{delta: PATH}` or
+    `{iceberg: NAME or PATH}`; with Spark also `{table: db.users}`, a table of its catalog."""
 
     users: Input = Field(description="user_id and what the template names")
     catalog: Input | None = Field(
@@ -143,8 +107,12 @@ class InputSettings(Section):
 
     @property
     def paths(self) -> dict[str, str | None]:
-        """Where each table is."""
-        return {name: getattr(self, name) for name in TABLES}
+        """Where each table is, in a text."""
+        return {name: place_of(getattr(self, name)) for name in TABLES}
+
+    def placed(self, fill: Fill) -> InputSettings:
+        """With every path filled in; see `schemas.input_tables.placed`."""
+        return self.model_copy(update={name: placed(getattr(self, name), fill) for name in TABLES})
 
     @property
     def tables(self) -> dict[str, str]:

@@ -29,6 +29,7 @@ class InputTable(Record):
     name: str
     files: tuple[InputFile, ...]
     columns: dict[str, str]
+    snapshot: str | None = None  # of a Delta or Iceberg table: `Delta version 12`
 
     @property
     def rows(self) -> int:

@@ -26,7 +26,8 @@ class Section(BaseModel):
     )
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """The text; `ValueError` where it holds what no name does."""
     if bad := next((char for char in text if unicodedata.category(char) in _CONTROLS), None):
         raise ValueError(f"a name holds no control character and no line break: U+{ord(bad):04X}")
     return text
@@ -41,8 +42,8 @@ Number = Annotated[float, Field(ge=0.0, le=1e6, strict=True)]
 Seconds = Annotated[float, Field(gt=0.0, le=31_536_000.0, strict=True)]  # a year
 Share = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]  # 1 and "yes" are no booleans
-Name = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]  # of a table, a column
-Place = Annotated[str, AfterValidator(place), AfterValidator(_one_line)]  # leads somewhere
+Name = Annotated[str, Field(min_length=1), AfterValidator(one_line)]  # of a table, a column
+Place = Annotated[str, AfterValidator(place), AfterValidator(one_line)]  # leads somewhere
 LENIENT = "lenient"  # validation context: settings that do not fit together are left to `conflicts`
 LONGEST_LIST = 100_000  # items of a list, and beams that search for them
 

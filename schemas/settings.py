@@ -23,13 +23,13 @@ from pydantic import (
 from schemas.engine_settings import EngineSettings, Precision, TrtllmSettings
 from schemas.errors import ConfigError, quoted
 from schemas.input_settings import (
-    TABLE,
     TABLES,
     InputSettings,
     PromptSettings,
     SidSettings,
     TextSettings,
 )
+from schemas.input_tables import TABLE
 from schemas.run_settings import (
     AuditSettings,
     LimitedGate,

@@ -127,7 +127,7 @@ def _check_users(
         findings.warn(
             Problem(
                 kind="input",
-                file=config.inputs.users,
+                file=config.inputs.paths["users"] or "",
                 field="audit.max_quarantine_rate",
                 message="the audit would refuse the run: too many users would be set aside",
                 expected=f"at most {config.audit.max_quarantine_rate:.1%}",

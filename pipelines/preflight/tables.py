@@ -101,7 +101,7 @@ def check_tables(report: ConfigReport, config: RunConfig, findings: Findings) ->
                 "users: the table is empty",
                 expected="at least one user",
                 got=f"0 rows in {len(users.table.files)} file(s)",
-                where=config.inputs.users,
+                where=config.inputs.paths["users"],
                 field="inputs.users",
                 do="Write the users, or point inputs.users at where they are.",
             )
@@ -124,7 +124,7 @@ def _check_table(
     """One table. Of candidates, which shape they have."""
     setting = f"inputs.{name}"
     try:
-        paths = list_table(config, name, path)
+        located = list_table(config, name)
     except (NightshelfError, OSError) as err:
         remedy = f"Correct {setting}, or write the table there."
         findings.add_error(_as_ours(err, name), file=path, field=setting, remedy=remedy)
@@ -132,7 +132,7 @@ def _check_table(
     types = OneType(name)
     described: list[InputFile] = []
     bad: set[str] = set()
-    for file in paths:
+    for file in located.files:
         try:
             info, schema = describe_input(config, name, file)
         except (NightshelfError, OSError) as err:
@@ -162,7 +162,9 @@ def _check_table(
         return None, shape
     found = types.schema()
     columns = {field.name: str(field.type) for field in found}
-    table = InputTable(name=name, files=tuple(described), columns=columns)
+    table = InputTable(
+        name=name, files=tuple(described), columns=columns, snapshot=located.snapshot
+    )
     return TableSeen(table, found, frozenset(bad)), shape
 
 

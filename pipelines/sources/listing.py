@@ -116,7 +116,12 @@ def _list(walk: _Walk, inside: str) -> Listing:
     within = within or table_around(walk.fs, fixed)
     if within is not None:
         below = inside[len(within.root) :].strip("/")
-        return Listing(table=within, below=tuple(below.split("/")) if below else ())
+        if below and fixed != inside.rstrip("/"):
+            _refuse_table(walk, within)
+        root = _full(walk, within.root)
+        return Listing(
+            table=LoggedTable(within.kind, root), below=tuple(below.split("/")) if below else ()
+        )
     found: dict[str, Found] = {}
     for one in named:
         folders = tuple(part for part in one[len(fixed) :].split("/") if part)
@@ -289,7 +294,7 @@ def _refuse_table(walk: _Walk, table: LoggedTable | None) -> None:
     if table is not None:
         where = _full(walk, table.root)
         raise TableError(
-            f"{walk.table}: {table.kind} table below the path",
+            f"{walk.table}: the path leads to files of a {table.kind} table",
             expected="Parquet files, or a path that is the table itself",
             got=where,
             where=walk.path,

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, WithJsonSchema
 
 from schemas.places import place
-from schemas.section import Section, one_line
+from schemas.section import one_line
 
 TABLE = "table:"  # how an input says that it is a table of Spark's catalog, and no path
 FolderType = Literal["text", "int64", "double", "bool", "date"]
 Fill = Callable[[str, Callable[[str], str]], str]
 
 
-class DeltaInput(Section):
+@dataclass(frozen=True, slots=True)
+class DeltaInput:
     """A Delta table, by its folder; the latest version where none is named."""
 
     delta: str
     version: int | None = None
 
 
-class IcebergInput(Section):
+@dataclass(frozen=True, slots=True)
+class IcebergInput:
     """An Iceberg table: its folder, one of its metadata files, or its name in a catalog. The
     current snapshot where none is named.
 
@@ -33,7 +36,7 @@ class IcebergInput(Section):
 
     iceberg: str
     snapshot: int | None = None
-    catalog: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    catalog: dict[str, str | int | float | bool] = field(default_factory=dict)
 
     @property
     def is_name(self) -> bool:
@@ -41,11 +44,12 @@ class IcebergInput(Section):
         return bool(self.catalog) or "/" not in self.iceberg
 
 
-class FolderInput(Section):
+@dataclass(frozen=True, slots=True)
+class FolderInput:
     """Parquet files, and the types of columns that stand in the names of their folders."""
 
     path: str
-    hive: dict[str, FolderType] = Field(default_factory=dict)
+    hive: dict[str, FolderType] = field(default_factory=dict)
 
 
 Source = str | DeltaInput | IcebergInput | FolderInput
@@ -65,13 +69,13 @@ def placed(source: Source | None, fill: Fill) -> Source | None:
     so it goes through `quote`.
     """
     if isinstance(source, DeltaInput):
-        return source.model_copy(update={"delta": fill(source.delta, str)})
+        return replace(source, delta=fill(source.delta, str))
     if isinstance(source, IcebergInput):
         if source.is_name:
             return source
-        return source.model_copy(update={"iceberg": fill(source.iceberg, str)})
+        return replace(source, iceberg=fill(source.iceberg, str))
     if isinstance(source, FolderInput):
-        return source.model_copy(update={"path": fill(source.path, glob.escape)})
+        return replace(source, path=fill(source.path, glob.escape))
     return source if source is None else fill(source, glob.escape)
 
 

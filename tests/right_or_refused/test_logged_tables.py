@@ -15,6 +15,7 @@ from pipelines.plan import plan_run
 from pipelines.sources.locate import list_parquet, locate_input
 from schemas.config_file import load_config
 from schemas.errors import TableError
+from schemas.runs import RunPlan
 from tests.factories import write_config, write_inputs
 from tests.right_or_refused.lakes import adds, delete_by_vector, map_names
 
@@ -102,6 +103,7 @@ def test_the_version_is_part_of_the_run(tmp_path):
     assert first.inputs["users"].snapshot == "Delta version 0"
     assert latest.inputs["users"].snapshot == "Delta version 1"
     assert first.run_id != latest.run_id
+    assert RunPlan.model_validate(first.model_dump(mode="json")) == first
     assert plan(delta="lake").run_id == latest.run_id
     write(tmp_path / "lake", users(8, 2), mode="append")
     assert plan(delta="lake").run_id != latest.run_id

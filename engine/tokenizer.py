@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Ids of users' texts; tokens written in them are plain text. No BOS, no EOS."""
 
+    def encode_items(self, texts: list[str]) -> list[list[int]]:
+        """Ids of the catalog's names of items: as users' texts, but for numbered tokens such as
+        `<a_12>`, which are tokens there. No BOS, no EOS."""
+
     def token_id(self, text: str) -> int | None:
         """The id of text that is exactly one token, else None."""
 
@@ -61,7 +65,9 @@ class CheckpointTokenizer:
             raise EngineError(
                 "tokenizer.json cannot be read", got=quoted(str(err)), where=str(path)
             ) from err
+        self._path = path
         self._users = UserTokenizer(self._template, lambda: _read_json(path), sid_tokens)
+        self._items: UserTokenizer | None = None  # made when first asked for
 
     @property
     def characters_that_are_items(self) -> tuple[str, ...]:
@@ -75,6 +81,14 @@ class CheckpointTokenizer:
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Ids of users' texts."""
         return self._users.encode(texts)
+
+    def encode_items(self, texts: list[str]) -> list[list[int]]:
+        """Ids of names of items."""
+        if self._items is None:
+            self._items = UserTokenizer(
+                self._template, lambda: _read_json(self._path), names_items=True
+            )
+        return self._items.encode(texts)
 
     def token_id(self, text: str) -> int | None:
         """The id of text that is exactly one token."""
@@ -104,6 +118,10 @@ class ByteTokenizer:
     def encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Ids of users' texts."""
         return [list(text.encode()) for text in texts]
+
+    def encode_items(self, texts: list[str]) -> list[list[int]]:
+        """Ids of names of items."""
+        return self.encode_texts(texts)
 
     def token_id(self, text: str) -> int | None:
         """The id of a SID token, or of a text of one byte."""

@@ -29,6 +29,7 @@ _NO_MARK = "\ufffd"  # what stands for it where a text has it all the same
 _MARKUP = re.compile(
     r"[▁Ġ\s]*(<.*\w.*>|\[.*\w.*\]|\{.*\w.*\}|\|.*\w.*\||[<[]?｜.*\w.*｜[]>]?)[▁Ġ\s]*", re.S
 )
+_NUMBERED = re.compile(r".*\d\W*", re.S)
 # Tags of HTML are added to some tokenizers (Gemma's) as pieces of ordinary text, and never special.
 _HTML = re.compile(
     r"</?(h[1-6]|p|b|i|u|a|br|hr|em|strong|strike|sub|sup|span|div|pre|code|blockquote|img|"
@@ -44,13 +45,17 @@ class UserTokenizer:
         self,
         template: FastTokenizer,
         read_json: Callable[[], dict[str, Any]],
-        sid_tokens: Collection[str],
+        sid_tokens: Collection[str] = (),
+        *,
+        names_items: bool = False,
     ) -> None:
         """Built from the checkpoint's own tokenizer, whose vocabulary is shared, not copied.
 
         Args:
             read_json: tokenizer.json, read where tokens of its own vocabulary must be hidden.
             sid_tokens: texts of the semantic-ID tokens of the run, which none of its texts becomes.
+            names_items: the texts are the catalog's names of items: numbered tokens, such as
+                `<a_12>`, name them and stay tokens; special and control tokens do not.
 
         Raises:
             EngineError: the tokenizer cannot be rebuilt.
@@ -60,7 +65,7 @@ class UserTokenizer:
         hidden = {
             token.content: number
             for number, token in added.items()
-            if token.content in sids or _says_something(token)
+            if token.content in sids or _says_something(token, but_numbered=names_items)
         }
         own = {}  # those of the tokenizer's own vocabulary
         for text in (*sids, *hidden):
@@ -141,12 +146,14 @@ def make_plain(tokens: FastTokenizer) -> None:
             setattr(model, name, None)
 
 
-def _says_something(token: AddedToken) -> bool:
+def _says_something(token: AddedToken, *, but_numbered: bool) -> bool:
     text = token.content
     if len(text) == 1 or not text.strip(" \t\r\n▁Ġ"):
         return False  # a character, such as a line break that ends a text; runs of spaces
     if token.special:
         return True
+    if but_numbered and _NUMBERED.fullmatch(text):
+        return False
     return _MARKUP.fullmatch(text) is not None and _HTML.fullmatch(text.strip()) is None
 
 

@@ -225,7 +225,7 @@ def _codes_of_texts(
         )
     parts, lengths = [], []
     for begin in range(0, len(texts), _TEXTS):  # tokens as Python lists are large
-        tokens = tokenizer.encode_texts(texts[begin : begin + _TEXTS].to_pylist())
+        tokens = tokenizer.encode_items(texts[begin : begin + _TEXTS].to_pylist())
         lengths.append(np.asarray([len(one) for one in tokens], dtype=np.int64))
         parts.append(np.asarray([t for one in tokens for t in one], dtype=np.int64))
     length, flat = np.concatenate(lengths), np.concatenate(parts)

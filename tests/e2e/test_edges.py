@@ -102,7 +102,8 @@ def test_a_set_of_no_segment_is_nobodys(nightshelf, tmp_path):
     write_inputs(tmp_path, num_users=6)
     null = pa.array([None], pa.string())
     write(tmp_path, "candidates", pa.table({"segment": null, "item_ids": [["i001"]]}))
-    summary = nightshelf("run", write_config(tmp_path, task={"score": {}}), "--output", "json").json
+    config = write_config(tmp_path, task={"score": {}}, audit={"allow_empty": True})
+    summary = nightshelf("run", config, "--output", "json").json
     assert (summary["users_recommended"], summary["candidates_in"]) == (0, 0)
 
 

@@ -232,6 +232,14 @@ def test_tokens_of_the_template_stay_tokens(loaded):
         assert ours.encode_template(text) == [theirs.token_to_id(text)]
 
 
+def test_names_of_items_may_be_numbered_tokens_and_no_others(loaded):
+    ours, theirs = loaded[plain_bpe]
+    assert ours.encode_items(["".join(SIDS)]) == [[theirs.token_to_id(text) for text in SIDS]]
+    (ids,) = ours.encode_items(["".join([*SPECIAL, *CONTROL])])
+    assert not never(theirs) & set(ids)
+    assert theirs.decode(ids, skip_special_tokens=False) == "".join([*SPECIAL, *CONTROL])
+
+
 def test_semantic_ids_that_look_like_words_are_text_in_a_text(tmp_path):
     tokens = trained(byte_level())
     tokens.add_tokens(["item1", "item2"])

@@ -326,8 +326,11 @@ def vector_dim(config: RunConfig, schema: pa.Schema, users: InputTable) -> int |
         return wanted
     if fixed is not None:
         return int(fixed)
-    lengths = input_files.first_list_lengths(users.files[0].path, "embedding")
-    return int(np.bincount(lengths).argmax()) if len(lengths) else 1
+    for file in users.files:  # the first ones may have no rows, or no vectors in them
+        lengths = input_files.first_list_lengths(file.path, "embedding")
+        if len(lengths):
+            return int(np.bincount(lengths).argmax())
+    return 1
 
 
 def check_writable(config: RunConfig) -> None:

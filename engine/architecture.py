@@ -87,6 +87,7 @@ _ENCODERS = {
     "t5gemma2", "umt5", "whisper",
 }  # fmt: skip
 _CAUSAL = re.compile(r"ForCausalLM|LMHead|Gemma\w*ForConditionalGeneration|GenerationDecoder")
+_ANOTHER_TASK = re.compile(r"For(?!CausalLM|ConditionalGeneration)[A-Z]|Model$")
 _QUANTISERS = {  # quant_method: what its weights cannot be read without
     "awq": "gptqmodel",
     "gptq": "gptqmodel",
@@ -114,6 +115,8 @@ def read_config(folder: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise no_config(folder) from None
     except (OSError, ValueError, RecursionError) as err:
         raise EngineError("config.json cannot be read", got=str(err), where=str(path)) from err
     if not isinstance(raw, dict):
@@ -124,6 +127,16 @@ def read_config(folder: str) -> dict[str, Any]:
             where=str(path),
         )
     return raw
+
+
+def no_config(folder: str) -> EngineError:
+    """The error of a folder without one."""
+    return EngineError(
+        "the model folder is not a checkpoint: it has no config.json",
+        where=folder,
+        do="Save the model with save_pretrained(folder).",
+        field="engine.model",
+    )
 
 
 def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,7 +156,7 @@ def refusals(folder: str, raw: Mapping[str, Any], backend: str) -> Iterator[Engi
         )
         return
     named = [str(name) for name in raw.get("architectures") or ()]
-    if named and not any(map(_CAUSAL.search, named)):
+    if any(map(_ANOTHER_TASK.search, named)) and not any(map(_CAUSAL.search, named)):
         yield not_causal(named, folder)
     if backend != "torch":
         return

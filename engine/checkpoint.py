@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from engine.architecture import read_config, refusals, text_config
+from engine.architecture import SCORED, no_config, read_config, refusals, text_config
 from engine.tokenizer import _vocab_size
 from schemas.errors import EngineError, quoted
 
@@ -65,6 +65,7 @@ def checkpoint_problems(folder: str, backend: str) -> Iterator[EngineError]:
     yield from refusals(folder, raw, backend)
     if found:
         return
+    yield from _tokenizer_problems(root, text_config(raw).get("vocab_size"))
     problems = list(weight_problems(root))
     yield from problems
     if not problems and backend == "torch":
@@ -75,13 +76,7 @@ def lacking(folder: str) -> Iterator[EngineError]:
     """What a folder lacks to be a checkpoint that any backend can load, each as its error."""
     root = Path(folder)
     if not (root / "config.json").is_file():
-        yield EngineError(
-            "the model folder is not a checkpoint",
-            expected="a config.json in it",
-            where=folder,
-            do="Save the model with save_pretrained(folder).",
-            field="engine.model",
-        )
+        yield no_config(folder)
     if root.is_dir() and not list(root.glob("*.safetensors")) and not list(root.glob(_INDEX)):
         yield EngineError(
             "the model has no safetensors weights",
@@ -89,6 +84,25 @@ def lacking(folder: str) -> Iterator[EngineError]:
             got=", ".join(sorted(path.name for path in root.iterdir())[:10]) or "an empty folder",
             where=folder,
             do="Save the model with save_pretrained(folder).",
+            field="engine.model",
+        )
+
+
+def _tokenizer_problems(root: Path, vocab: object) -> Iterator[EngineError]:
+    """Ids that a text may become, and that the model has no embedding for."""
+    try:
+        known = FastTokenizer.from_file(str(root / "tokenizer.json")).get_vocab()
+    except Exception:  # the library's own; whoever reads the tokenizer says it
+        return
+    largest = max(known.values(), default=-1)
+    if isinstance(vocab, int) and largest >= vocab:
+        yield EngineError(
+            "the tokenizer has ids beyond the model's vocabulary",
+            expected=f"ids below {vocab} (vocab_size in config.json)",
+            got=f"ids up to {largest}",
+            where=str(root),
+            do="Resize the model's embeddings to the tokenizer (resize_token_embeddings) and save "
+            "the checkpoint again; new rows must be trained.",
             field="engine.model",
         )
 
@@ -128,7 +142,7 @@ def weight_problems(root: Path) -> Iterator[EngineError]:
 
 def _unreadable(path: Path, why: str) -> EngineError:
     return EngineError(
-        "a file of the model's weights cannot be read",
+        "the model cannot be loaded: a file of its weights cannot be read",
         got=quoted(why),
         where=str(path),
         do="Copy or download the checkpoint again.",
@@ -166,17 +180,42 @@ def _size_problems(root: Path, raw: dict[str, Any]) -> Iterator[EngineError]:
             do="Save model and config together, after resizing the embeddings.",
             field="engine.model",
         )
-    layers = text.get("num_hidden_layers", text.get("n_layer"))
-    found = {int(match[1]) for name in shapes if (match := _LAYER.match(name))}
-    if found and isinstance(layers, int) and max(found) + 1 < layers:
+    if lacks := _missing_tensors(shapes, raw):
         yield EngineError(
             "the checkpoint lacks weights, which would be random",
-            expected=f"{layers} layers, num_hidden_layers in config.json",
-            got=f"{max(found) + 1} in the weights",
+            got=f"{len(lacks)} missing, first {quoted(lacks[:3])}",
             where=str(root),
-            do="Copy or download the checkpoint again, or correct config.json.",
+            do="Copy or download the checkpoint again, or save it with save_pretrained(folder).",
             field="engine.model",
         )
+
+
+def _missing_tensors(shapes: Mapping[str, object], raw: Mapping[str, Any]) -> list[str]:
+    """Tensors that the others show to be missing: whole layers, those that other layers have (not
+    of mixtures, whose layers differ by right), the head where it is not the embedding.
+    """
+    text = text_config(raw)
+    layers = text.get("num_hidden_layers", text.get("n_layer"))
+    missing: list[str] = []
+    by_layer: dict[int, set[str]] = {}
+    begins: dict[int, str] = {}
+    for name in shapes:
+        if match := _LAYER.match(name):
+            at = int(match[1])
+            by_layer.setdefault(at, set()).add(name[match.end() :])
+            begins[at] = name[: match.start(1)]
+    if by_layer and isinstance(layers, int):
+        begin = next(iter(begins.values()))
+        missing += [f"{begin}{at}.*" for at in range(layers) if at not in by_layer]
+    mixed = any("expert" in key and value for key, value in text.items())
+    if by_layer and not mixed and text.get("model_type") in SCORED:
+        every = set().union(*by_layer.values())
+        for at, found in sorted(by_layer.items()):
+            missing += [f"{begins[at]}{at}.{name}" for name in sorted(every - found)]
+    heads = [name for name in shapes if name.endswith(_HEAD)]
+    if raw.get("tie_word_embeddings") is False and by_layer and not heads:
+        missing.append(_HEAD[0])
+    return missing
 
 
 def vocabulary_sizes(folder: str) -> VocabularySizes:
@@ -228,4 +267,10 @@ def safetensors_header(handle: BinaryIO) -> tuple[dict[str, dict[str, Any]], int
     if not isinstance(raw, dict):
         raise ValueError("not a safetensors file: the header is not an object")
     raw.pop("__metadata__", None)
+    for name, tensor in raw.items():
+        if not isinstance(tensor, dict) or not all(
+            isinstance(tensor.get(key), list) and all(isinstance(n, int) for n in tensor[key])
+            for key in ("shape", "data_offsets")
+        ):
+            raise ValueError(f"not a safetensors file: tensor {name!r} has no shape or place")
     return raw, 8 + size

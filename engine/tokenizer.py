@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from engine.architecture import read_config, text_config
 from engine.user_text import UserTokenizer, make_plain
 from schemas.errors import CatalogError, ConfigError, EngineError, is_panic, quoted
 from schemas.semantic_ids import BoundSidSpace, SidSpace
@@ -239,15 +240,5 @@ def _refuse_adapters(folder: str) -> None:
 
 
 def _vocab_size(path: Path) -> int | None:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EngineError(
-            "the model has no config.json",
-            expected="a Hugging Face checkpoint folder",
-            where=str(path.parent),
-        ) from None
-    except (OSError, ValueError) as err:
-        raise EngineError("config.json cannot be read", got=str(err), where=str(path)) from err
-    size = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
-    return int(size) if size is not None else None
+    size = text_config(read_config(str(path.parent))).get("vocab_size")
+    return size if isinstance(size, int) else None

@@ -22,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from engine.device import bind_gpu, num_cpus, visible_gpus
+from engine.packages import missing_packages
 from jobs.launch_inline import run_inline
 from jobs.retries import Attempts, needs_new_engine, panics_are_failures
 from jobs.run import Progress
@@ -57,7 +58,13 @@ class LocalLauncher:
     name = "local"
 
     def locate(self, config: RunConfig) -> RunConfig:
-        """The configuration as it is: its inputs are files."""
+        """The configuration as it is: its inputs are files.
+
+        Raises:
+            EngineError: this Python lacks the backend's packages.
+        """
+        for problem in missing_packages(config.engine.backend):
+            raise problem
         return config
 
     def prepare(self, plan: RunPlan, progress: Progress) -> None:

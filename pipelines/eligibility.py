@@ -7,7 +7,7 @@ NaN, is unknown: neither a comparison with it holds nor its opposite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 
@@ -32,7 +32,7 @@ from schemas.eligibility import (
     leaves,
     user_columns,
 )
-from schemas.errors import ConfigError, RunError
+from schemas.errors import ConfigError, TableError
 from schemas.requests import Eligibility
 
 _MOST_CELLS = 1 << 28  # segments x items of a shard; the trie's counts take some bytes for each
@@ -56,7 +56,7 @@ def eligible_items(expression: Expression, users: pa.Table, catalog: pa.Table) -
         attribute of the expression. An attribute that is null matches nothing.
 
     Raises:
-        RunError: more segments than memory has room for.
+        TableError: more segments than memory has room for.
     """
     items = _Items(catalog)
     names = list(user_columns(expression))
@@ -70,16 +70,27 @@ def eligible_items(expression: Expression, users: pa.Table, catalog: pa.Table) -
     segment = frame.select(pl.struct(names).rank("dense").cast(pl.Int64) - 1).to_series().to_numpy()
     _, first = np.unique(segment, return_index=True)
     if len(first) * len(catalog) > _MOST_CELLS:
-        raise RunError(
-            "task.eligibility makes too many segments of the users of a shard",
-            expected=f"at most {_MOST_CELLS // len(catalog):,} with {len(catalog):,} items",
-            got=f"{len(first):,} combinations of {', '.join(names)}",
-            do="Compare with columns of fewer values, or lower run.shard_users.",
-        )
+        raise too_many_segments(len(first), len(catalog), names)
     rows = [{name: users.column(name)[int(row)] for name in names} for row in first]
     masks = [items.mask(expression, row) for row in rows]
     empty = np.zeros((0, len(catalog)), dtype=bool)
     return Eligibility(segment, np.stack(masks) if masks else empty)
+
+
+def most_cells() -> int:
+    """Segments times items that a shard may have."""
+    return _MOST_CELLS
+
+
+def too_many_segments(segments: int, items: int, names: Sequence[str]) -> TableError:
+    """The error of a shard whose masks memory has no room for."""
+    return TableError(
+        "task.eligibility makes too many segments of the users of a shard",
+        expected=f"at most {_MOST_CELLS // items:,} with {items:,} items",
+        got=f"{segments:,} combinations of {', '.join(names)}",
+        do="Compare with columns of fewer values, or lower run.shard_users.",
+        field="task.eligibility",
+    )
 
 
 def check_types(expression: Expression, users: pa.Schema, catalog: pa.Schema) -> None:

@@ -18,9 +18,11 @@ from engine.registry import check_backend
 from engine.tokenizer import check_model, load_tokenizer
 from pipelines import files, input_files
 from pipelines.eligibility import check_types
+from pipelines.engine_check import engine_problems, fit_prompt
 from pipelines.items import describe_items, items_contract, list_items
 from pipelines.one_type import OneType
 from pipelines.publish import check_output
+from pipelines.segment_count import check_segment_count
 from pipelines.shard_columns import contract_of_users
 from pipelines.sources.locate import Located, locate_input
 from pipelines.unchanged import hash_model
@@ -62,10 +64,11 @@ def plan_run(config: RunConfig) -> RunPlan:
     Raises:
         ConfigError: a setting cannot be used, or the output is not writable.
         InputError: a table is missing, empty, or breaks its contract.
-        EngineError: the model folder lacks what the driver needs of it.
+        EngineError: the engine could not start with this model, as far as its files tell.
     """
     if config.ds is None:
         raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
+    ds = config.ds
     check_backend(config.engine.backend)
     _check_no_tables(config)
     inputs, schemas = _list_inputs(config)
@@ -86,7 +89,13 @@ def plan_run(config: RunConfig) -> RunPlan:
     check_segments(schemas, inputs)
     if config.task.eligible is not None:
         check_types(config.task.eligible, schemas["users"], schemas["catalog"])
-    check_model(config, load_tokenizer(config))
+        shards = num_shards(config, inputs["users"])
+        check_segment_count(config, inputs["users"], inputs["catalog"].rows, shards)
+    tokenizer = load_tokenizer(config)
+    check_model(config, tokenizer)
+    config = fit_prompt(config, tokenizer)
+    for problem in engine_problems(config, tokenizer):
+        raise problem
     check_writable(config)
     check_output(config, user_id, item_id)
 
@@ -99,16 +108,16 @@ def plan_run(config: RunConfig) -> RunPlan:
         "projector": projector,
     }
     digest = files.hash_bytes(json.dumps(hashes, sort_keys=True).encode())
-    run_id = f"{config.ds}-{_slug(config.surface)}-{digest[:12]}"
+    run_id = f"{ds}-{_slug(config.surface)}-{digest[:12]}"
     return RunPlan(
         run_id=run_id,
-        ds=config.ds,
+        ds=ds,
         surface=config.surface,
         config=config,
         inputs=inputs,
         hashes=hashes,
         model_files={"model": model_files, "projector": projector_files},
-        num_shards=_num_shards(config, inputs["users"]),
+        num_shards=num_shards(config, inputs["users"]),
         user_id_type=user_id,
         item_id_type=item_id,
         vector_dim=vector_dim(config, schemas["users"], inputs["users"]),
@@ -252,7 +261,8 @@ def check_shards(config: RunConfig, users: InputTable) -> None:
         )
 
 
-def _num_shards(config: RunConfig, users: InputTable) -> int:
+def num_shards(config: RunConfig, users: InputTable) -> int:
+    """Shards that the users of a run are cut into."""
     if config.inputs.self_contained:
         return len(users.files)
     return max(1, -(-users.rows // config.run.shard_users))

@@ -18,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.backend import NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
+from engine.packages import INSTALL_TRTLLM
 from engine.trtllm_backend import TrtllmBackend
-from engine.trtllm_backend.library import INSTALL, Library, load_library
+from engine.trtllm_backend.library import Library, load_library
 from engine.trtllm_backend.self_test import (
     TOLERANCE,
     largest_difference,
@@ -66,7 +67,7 @@ def _library(checks: list[Check]) -> Library | None:
     try:
         library = load_library()
     except NightshelfError as err:
-        checks.append(Check("TensorRT-LLM", False, err.got or err.what, INSTALL))
+        checks.append(Check("TensorRT-LLM", False, err.got or err.what, INSTALL_TRTLLM))
         return None
     checks.append(Check("TensorRT-LLM", True, f"version {library.version}, can encode"))
     return library
@@ -80,7 +81,7 @@ def _versions(checks: list[Check]) -> None:
         except PackageNotFoundError:
             found.append(f"{package} missing")
     ok = "missing" not in found[0]
-    checks.append(Check("packages", ok, ", ".join(found), "" if ok else INSTALL))
+    checks.append(Check("packages", ok, ", ".join(found), "" if ok else INSTALL_TRTLLM))
 
 
 def _device(checks: list[Check]) -> None:

@@ -11,15 +11,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from engine.packages import INSTALL_TRTLLM, cannot_load
 from engine.trtllm_backend.memory import BeamPlan, EncodePlan
-from schemas.errors import EngineError, quoted
+from schemas.errors import EngineError
 from schemas.settings import EngineSettings
-
-CONTAINER = "nvcr.io/nvidia/tensorrt-llm/release:1.3.0rc27"
-INSTALL = (
-    f"Run inside NVIDIA's container {CONTAINER} or a later one, or, on Linux with Python 3.12 and "
-    "a CUDA GPU, install tensorrt_llm from NVIDIA's package index. See docs/trtllm.md."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +90,13 @@ def load_library(*, tensor_parallel: int = 1) -> Library:
         )
     except (ImportError, AttributeError, OSError) as err:
         # OSError: a CUDA or MPI library that it links to is not there.
-        raise EngineError(
-            "backend 'trtllm' needs TensorRT-LLM, which cannot be loaded",
-            got=quoted(f"{type(err).__name__}: {err}"),
-            do=INSTALL,
-        ) from err
+        raise cannot_load("trtllm", f"{type(err).__name__}: {err}") from err
     if library.missing:
         raise EngineError(
             "this TensorRT-LLM is too old: it cannot encode",
             expected="a build with " + " and ".join(library.missing),
             got=f"version {library.version}",
-            do=INSTALL,
+            do=INSTALL_TRTLLM,
         )
     return library
 

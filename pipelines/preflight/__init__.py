@@ -56,7 +56,7 @@ def preflight(
                 field="ds",
             )
         )
-    check_engine(report, config, findings)
+    config = check_engine(report, config, findings)
     tables = check_tables(report, config, findings)
     item_ids = None
     if "catalog" in tables.tables:

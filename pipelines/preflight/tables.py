@@ -16,10 +16,12 @@ from pipelines.plan import (
     contract_of,
     describe_input,
     list_table,
+    num_shards,
     tables_read,
     vector_dim,
 )
 from pipelines.preflight.findings import Findings, Problem
+from pipelines.segment_count import check_segment_count
 from schemas.column_types import ID, ID_LIST, is_empty
 from schemas.config_problems import ConfigReport
 from schemas.eligibility import attributes, user_columns
@@ -240,6 +242,9 @@ def _check_eligibility(config: RunConfig, tables: dict[str, TableSeen], findings
         field="task.eligibility", remedy="Compare values of one type, or cast the column."
     ):
         check_types(rule, tables["users"].schema, tables["catalog"].schema)
+        users, items = tables["users"].table, tables["catalog"].table.rows
+        if tables["users"].usable:
+            check_segment_count(config, users, items, num_shards(config, users))
 
 
 def _check_vectors(

@@ -307,7 +307,8 @@ def test_too_many_segments_are_refused_before_memory_is_gone(nightshelf, tmp_pat
     write(tmp_path, "users", with_column(users, "limit", [u % 4 + 20 for u in range(40)]))
     nightshelf("run", config)
     write(tmp_path, "users", with_column(users, "limit", list(range(20, 60))))
-    done = nightshelf("run", config, check=4)
-    assert "too many segments" in done.err
-    assert "lower run.shard_users" in done.err
+    for command in ("validate", "plan", "run"):
+        done = nightshelf(command, config, "--output", "json", check=3)
+        assert "too many segments" in done.out
+        assert "lower run.shard_users" in done.out
     nightshelf("run", config, "--set", "run.shard_users=1")

@@ -1,0 +1,301 @@
+"""What the engine refuses is refused by `validate` and by `plan`, in the same sentence, from files
+alone: nothing is prepared, and no worker is started for it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import AddedToken, Tokenizer
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+from engine.torch_backend import TorchBackend
+from schemas.errors import EngineError
+from tests.cases.helpers import CPU
+from tests.factories import TINY_DECODER, tiny_model, write_config, write_inputs
+from tests.right_or_refused.architectures import REFUSED, SCORES, save_model
+
+REFUSALS = (2, 3, 5)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not None}))
+
+
+def drop_weights(folder: Path, name: str) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    kept = {k: v for k, v in weights.items() if name not in k}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def config_is_a_list(folder):
+    (folder / "config.json").write_text("[]")
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def no_header(folder):
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+
+
+def header_of_nonsense(folder):
+    raw = b'{"a": {"dtype": "F32"}}'
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+
+
+def shard_missing(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def index_damaged(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+
+
+def layer_missing(folder):
+    edit_config(folder, num_hidden_layers=3)
+
+
+def tensor_missing(folder):
+    drop_weights(folder, "layers.1.mlp.up_proj.weight")
+
+
+def head_missing(folder):
+    drop_weights(folder, "lm_head")
+
+
+def embedding_of_another_size(folder):
+    edit_config(folder, vocab_size=70)
+
+
+def quantised(folder):
+    edit_config(folder, quantization_config={"quant_method": "aqlm", "bits": 4})
+
+
+def encoder_decoder(folder):
+    edit_config(folder, is_encoder_decoder=True)
+
+
+def classifier(folder):
+    shutil.rmtree(folder)
+    shape = {**TINY_DECODER, "tie_word_embeddings": False}
+    Qwen3ForSequenceClassification(Qwen3Config(**shape)).save_pretrained(folder)
+    tiny_model(folder.parent / "other")
+    shutil.copy(folder.parent / "other" / "tokenizer.json", folder)
+
+
+def tokenizer_with_more(folder):
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_tokens([AddedToken(f"<more_{i}>", normalized=False) for i in range(40)])
+    tokenizer.save(path)
+
+
+# what happens to a checkpoint -> what is said of it
+BROKEN = {
+    no_config: "no config.json",
+    config_is_a_list: "config.json cannot be read",
+    pickled: "no safetensors weights",
+    truncated: "where its header says",
+    no_header: "not a safetensors file",
+    header_of_nonsense: "a file of its weights cannot be read",
+    shard_missing: "files of the model's weights are missing",
+    index_damaged: "a file of its weights cannot be read",
+    layer_missing: "lacks weights",
+    tensor_missing: "model.layers.1.mlp.up_proj.weight",
+    head_missing: "lm_head.weight",
+    embedding_of_another_size: "has another size than config.json says",
+    quantised: "quant_method aqlm",
+    encoder_decoder: "encoder-decoder",
+    classifier: "not a causal language model",
+    tokenizer_with_more: "ids beyond the model's vocabulary",
+}
+
+
+def check(nightshelf, config: Path, said: str) -> str:
+    """`validate` and `plan` refuse and say it, `run` says what `plan` did, and nothing is left."""
+    shown = nightshelf("validate", config, "--output", "json", check=None)
+    assert shown.code in REFUSALS
+    assert any(said in json.dumps(p, ensure_ascii=False) for p in shown.json["problems"]), shown.out
+    sentences = []
+    for command in ("plan", "run"):
+        done = nightshelf(command, config, "--output", "json", check=None)
+        assert done.code in REFUSALS, done.err
+        sentences.append(done.json["error"]["message"])
+    assert said in sentences[0]
+    assert sentences[0] == sentences[1]
+    assert not list((config.parent / "runs").rglob("shard*")), "nothing is prepared"
+    assert not list((config.parent / "out").rglob("*.parquet"))
+    return sentences[0]
+
+
+def torch_config(folder: Path, model: Path | str, **changes) -> Path:
+    write_inputs(folder)
+    changes = {"prompt__max_tokens": 64, "prompt__template": "w1 {history}", **changes}
+    return write_config(
+        folder, engine={"backend": "torch", "model": str(model), "device": "cpu"}, **changes
+    )
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_architecture(nightshelf, tmp_path, name):
+    model_type, changes, said = REFUSED[name]
+    model = save_model(tmp_path / "model", model_type, changes)
+    sentence = check(nightshelf, torch_config(tmp_path, model), said)
+    with pytest.raises(EngineError) as refused:
+        TorchBackend(model, "float32", CPU)
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("breaks", BROKEN, ids=lambda f: f.__name__)
+def test_a_checkpoint_that_cannot_be_loaded(nightshelf, tmp_path, breaks):
+    model = tmp_path / "model"
+    tiny_model(model)
+    breaks(model)
+    sentence = check(nightshelf, torch_config(tmp_path, model), BROKEN[breaks])
+    with pytest.raises(EngineError) as refused:
+        TorchBackend(str(model), "float32", CPU)
+    assert str(refused.value) == sentence
+
+
+def test_an_adapter(nightshelf, tmp_path, model_folder):
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model)
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    check(nightshelf, torch_config(tmp_path, model), "adapters are not applied")
+
+
+def test_more_tokens_than_positions(nightshelf, tmp_path, model_folder):
+    config = torch_config(tmp_path, model_folder, prompt__max_tokens=254)
+    check(nightshelf, config, "prompts may be longer than the model's positions")
+    nightshelf("plan", config, "--set", "prompt.max_tokens=253")
+
+
+def test_positions_that_turn_with_the_length(nightshelf, tmp_path, model_folder):
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model)
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 16}
+    edit_config(model, rope_parameters=None, rope_scaling=rope)
+    check(nightshelf, torch_config(tmp_path, model), "prompt.max_tokens + 3 <= 16")
+
+
+def test_the_default_of_max_tokens_is_what_the_model_holds(nightshelf, tmp_path, model_folder):
+    config = torch_config(tmp_path, model_folder, prompt__max_tokens=None)
+    nightshelf("validate", config)
+    nightshelf("plan", config)
+    done = nightshelf("run", config, "--output", "json")
+    plan = json.loads((Path(done.json["run_dir"]) / "plan.json").read_text())
+    assert plan["config"]["prompt"]["max_tokens"] == 256 - 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "package"),
+    [("torch", "torch"), ("torch", "transformers"), ("trtllm", "tensorrt_llm")],
+)
+def test_a_library_that_is_not_installed(
+    nightshelf, tmp_path, model_folder, monkeypatch, backend, package
+):
+    def find(name):
+        return None if name == package else object()
+
+    monkeypatch.setattr("engine.packages.find_spec", find)
+    monkeypatch.setattr("engine.packages.sys", type("sys", (), {"modules": {}}))
+    config = torch_config(tmp_path, model_folder, engine__backend=backend)
+    check(nightshelf, config, "cannot be loaded")
+
+
+@pytest.mark.parametrize("fault", ["width", "name", "shape", "file", "spec"])
+def test_a_projector_that_does_not_fit(nightshelf, tmp_path, model_folder, fault):
+    folder = tmp_path / "projector"
+    folder.mkdir()
+    width = 16 if fault == "width" else 32
+    spec = {"kind": "linear", "input_dim": 4, "output_dim": width, "num_tokens": 1}
+    rows = 5 if fault == "shape" else width
+    weights = {"w" if fault == "name" else "weight": np.zeros((rows, 4), dtype=np.float32)}
+    if fault != "spec":
+        (folder / "projector.json").write_text(json.dumps(spec))
+    if fault != "file":
+        save_file(weights, folder / "projector.safetensors")
+    said = {
+        "width": "the projector does not fit the model",
+        "name": "does not fit projector.json",
+        "shape": "does not fit projector.json",
+        "file": "projector.safetensors cannot be read",
+        "spec": "no projector.json",
+    }[fault]
+    config = torch_config(
+        tmp_path, model_folder, engine__projector=str(folder), prompt__template="{user_vector}w1"
+    )
+    raw = config.read_text()
+    assert "projector" in raw
+    check(nightshelf, config, said)
+
+
+def test_segments_that_no_shard_has_room_for(nightshelf, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.eligibility._MOST_CELLS", 5 * 60)
+    tables = write_inputs(tmp_path)
+    catalog = tables["catalog"].append_column("price", pa.array(range(60)))
+    pq.write_table(catalog, tmp_path / "catalog.parquet")
+    users = tables["users"].append_column("limit", pa.array(range(20, 60)))
+    pq.write_table(users, tmp_path / "users.parquet")
+    config = write_config(tmp_path, task={"generate": {}, "eligibility": "price < {user.limit}"})
+    check(nightshelf, config, "too many segments")
+    nightshelf("plan", config, "--set", "run.shard_users=1")
+    few = users.set_column(4, "limit", pa.array([20 + i % 4 for i in range(40)]))
+    pq.write_table(few, tmp_path / "users.parquet")
+    nightshelf("plan", config)
+
+
+@pytest.mark.parametrize("name", list(SCORES)[::4])
+def test_what_runs_is_let_through(nightshelf, tmp_path, name):
+    model = save_model(tmp_path / "model", *SCORES[name])
+    config = torch_config(tmp_path, model)
+    assert "no problems" in nightshelf("validate", config).out
+    nightshelf("plan", config)
+
+
+def test_a_type_that_was_not_tried_is_a_warning(nightshelf, tmp_path, model_folder):
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model)
+    edit_config(model, model_type="qwen9", architectures=["Qwen9ForCausalLM"])
+    done = nightshelf("validate", torch_config(tmp_path, model), "--output", "json")
+    assert ["was not tried" in one["message"] for one in done.json["warnings"]] == [True]
+
+
+def test_a_plan_of_a_model_imports_no_torch(tmp_path, model_folder):
+    config = torch_config(tmp_path, model_folder)
+    code = (
+        "import sys\nfrom schemas.config_file import load_config\n"
+        "from pipelines.plan import plan_run\nfrom pipelines.preflight import preflight\n"
+        f"plan_run(load_config({str(config)!r}))\n"
+        f"assert not preflight({str(config)!r}).problems\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from pipelines.eligibility import check_types
 from pipelines.engine_check import engine_problems, fit_prompt
 from pipelines.items import describe_items, items_contract, list_items
 from pipelines.one_type import OneType
+from pipelines.overlaps import overlapping
 from pipelines.publish import check_output
 from pipelines.segment_count import check_segment_count
 from pipelines.shard_columns import contract_of_users
@@ -71,6 +72,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     ds = config.ds
     check_backend(config.engine.backend)
     _check_no_tables(config)
+    for problem in overlapping(config):
+        raise problem
     inputs, schemas = _list_inputs(config)
     if inputs["users"].rows == 0:
         raise TableError(

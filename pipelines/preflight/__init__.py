@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipelines.overlaps import overlapping
 from pipelines.plan import unwritable
 from pipelines.preflight.catalog import check_items
 from pipelines.preflight.findings import Findings, Problem
@@ -74,7 +75,7 @@ def _check_places(
         return
     before = len(findings.problems)
     with findings.collecting(field="run.work_dir"):
-        for problem in unwritable(config):
+        for problem in (*overlapping(config), *unwritable(config)):
             findings.add_error(problem)
     if len(findings.problems) == before and not report.is_repaired("output", "surface"):
         with findings.collecting(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from schemas.config_file import Sources
-from schemas.errors import ConfigError, InputError, NightshelfError
+from schemas.errors import ConfigError, InputError, NightshelfError, StorageError
 
-Kind = Literal["config", "input"]
+Kind = Literal["config", "input", "storage"]
 _LINE = re.compile(r"(.+):([0-9]+)")
 
 
@@ -42,10 +42,14 @@ class Findings:
 
     @property
     def exit_code(self) -> int:
-        """0; or 3 when an input is wrong, else 2 when a setting is."""
-        if any(p.kind == "input" for p in self.problems):
-            return InputError.exit_code
-        return ConfigError.exit_code if self.problems else 0
+        """0; or 3 when an input is wrong, else 2 when a setting is, else 4: a disk or a store keeps
+        the rest from being told now.
+        """
+        kinds = {problem.kind for problem in self.problems}
+        for kind, error in (("input", InputError), ("config", ConfigError)):
+            if kind in kinds:
+                return error.exit_code
+        return StorageError.exit_code if kinds else 0
 
     def add(self, problem: Problem) -> None:
         """A problem."""
@@ -62,6 +66,8 @@ class Findings:
     ) -> None:
         """An error as a problem; what it does not say itself is taken from the arguments."""
         kind: Kind = "config" if isinstance(error, ConfigError) else "input"
+        if isinstance(error, StorageError):
+            kind = "storage"
         where = error.where or file
         if not where and self.sources is not None and kind == "config":
             where = self.sources.where_named(error.field or field)

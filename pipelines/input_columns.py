@@ -18,7 +18,8 @@ from polars.io.plugins import register_io_source
 from pipelines import files, input_files
 from pipelines.column_values import converted
 from pipelines.parquet_leaves import leaves
-from schemas.errors import TableError
+from pipelines.storage_errors import translate
+from schemas.errors import NightshelfError, TableError
 
 _BATCH_BYTES = 16 << 20  # about as much of a file is in memory at once
 _MOST_ROWS, _FEWEST_ROWS = 1 << 16, 256
@@ -123,6 +124,7 @@ def batches(table: str, piece: Piece, wanted: Sequence[Wanted]) -> Iterator[pa.R
     Raises:
         TableError: rows cannot be decoded, a column is encrypted, or a value does not fit its
             type; names the file.
+        StorageError: the file could not be had.
     """
     schema = pa.schema([(one.name, one.dtype) for one in wanted])
     try:
@@ -138,10 +140,14 @@ def batches(table: str, piece: Piece, wanted: Sequence[Wanted]) -> Iterator[pa.R
         if not err.what.startswith(f"{table}: "):
             err.what = f"{table}: {err.what}"
         raise
-    except (OSError, pa.ArrowException) as err:
-        if not files.is_damage(err):
+    except NightshelfError:
+        raise
+    except Exception as err:  # of Arrow, or of a store's client
+        if files.is_damage(err):
+            raise input_files.unreadable(table, piece.path, err) from err
+        if (ours := translate(err, piece.path)) is None:
             raise
-        raise input_files.unreadable(table, piece.path, err) from err
+        raise ours from err
 
 
 def raw_batches(piece: Piece, sources: Sequence[str]) -> Iterator[pa.RecordBatch]:

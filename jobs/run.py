@@ -226,8 +226,12 @@ def _publish(
     try:
         launcher.published(plan, progress)
     except NightshelfError as err:
+        untold = "the run is published, but its table in another catalog was not told"
+        if not err.retryable:  # the same command would meet it again
+            err.what = f"{untold}: {err.what}"
+            raise
         raise RunError(
-            "the run is published, but its table in another catalog was not told",
+            untold,
             got=str(err),
             where=f"run {plan.run_id}",
             do="Running the same command again tells it and changes nothing else.",

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from jobs.spark_session import spark_errors
 from pipelines import files
 from pipelines.publish.parquet import ParquetTable
-from schemas.errors import TableError, quoted
+from schemas.errors import StorageError, TableError, quoted
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
 
@@ -46,13 +46,14 @@ def register(spark: SparkSession, plan: RunPlan, name: str) -> None:
     """Add a published partition to a table of Spark's catalog, which is made if it is not there.
 
     Raises:
-        TableError: the table is there and is another one, or the catalog refuses.
+        TableError: the table is there and is another one.
+        StorageError: the catalog did not do it.
     """
     output = plan.config.output
     folder = _location(ParquetTable(output.path, plan.ds, plan.surface).partition)
     table = _quoted_name(name)
     partition = f"ds = {_text(plan.ds)}, surface = {_text(plan.surface)}"
-    with spark_errors(TableError, f"spark.register_table: {quoted(name)} cannot be used"):
+    with spark_errors(StorageError, f"spark.register_table: {quoted(name)} was not told"):
         columns = {
             field.name: field.dataType.simpleString()
             for field in spark.read.parquet(folder).schema.fields

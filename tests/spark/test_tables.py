@@ -206,6 +206,22 @@ def test_a_table_that_became_managed_meanwhile_loses_nothing(spark, database, ni
     assert published_files(tmp_path / "out") == before
 
 
+def test_a_table_that_came_after_the_plan_is_told_with_what_is_published(
+    spark, database, nightshelf, tmp_path, monkeypatch
+):
+    """Nothing that a rerun would mend: the exit code is the table's, and the rows are there."""
+    from jobs import launch_spark
+
+    write_inputs(tmp_path)
+    spark.sql(TABLES["managed"])
+    config = write_config(tmp_path, spark__register_table="db.shelf")
+    monkeypatch.setattr(launch_spark, "check_registration", lambda *_: None)
+    done = nightshelf("run", config, *ON_SPARK, check=3)
+    assert "the run is published, but its table in another catalog was not told" in done.err
+    assert "MANAGED" in done.err
+    assert published_files(tmp_path / "out")
+
+
 def test_registering_a_date_again_changes_no_file(spark, database, nightshelf, tmp_path):
     write_inputs(tmp_path)
     config = write_config(tmp_path, spark__register_table="db.shelf")

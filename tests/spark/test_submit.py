@@ -276,8 +276,7 @@ def test_a_sigterm_drains_the_driver_and_the_run_resumes(nightshelf, submit, tmp
         driver.send_signal(signal.SIGTERM)
     done = submit.wait(process, check=143)
     wait_for_end(process)
-    assert "Traceback" not in done.err.split("nightshelf:")[-1]
-    assert "ended by SIGTERM; run the same command again to continue" in done.err
+    assert "Traceback" not in done.err
     kept = receipts(tmp_path)
     assert 2 <= len(kept) < 16
     assert not list(tmp_path.glob("out/**/*.parquet"))

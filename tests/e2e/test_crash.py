@@ -236,9 +236,7 @@ def test_a_damaged_receipt_or_a_lost_staged_file_is_scored_again(
     assert_frame_equal(published(tmp_path), want)
 
 
-def test_a_staged_file_that_changed_is_scored_again(
-    nightshelf_process, tmp_path, config, trouble
-):
+def test_a_staged_file_that_changed_is_scored_again(nightshelf_process, tmp_path, config, trouble):
     nightshelf_process("run", config)
     want = published(tmp_path)
     staged = next(tmp_path.glob("runs/*/staged/shard-00003-*-recommendations.parquet"))

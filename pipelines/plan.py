@@ -72,8 +72,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     ds = config.ds
     check_backend(config.engine.backend)
     _check_no_tables(config)
-    for problem in overlapping(config):
-        raise problem
+    for overlap in overlapping(config):
+        raise overlap
     inputs, schemas = _list_inputs(config)
     if inputs["users"].rows == 0:
         raise TableError(

@@ -23,6 +23,7 @@ from pipelines.propose.tables import (
     guess_text_column,
     guess_users,
 )
+from pipelines.sources.listing import list_path
 from schemas.column_types import ID
 from schemas.errors import ConfigError, TableError
 from schemas.tables import CATALOG, Column, TableContract, id_type
@@ -69,10 +70,10 @@ def propose_config(sources: Sources, folder: str) -> str:
         Found(
             surface=sources.surface,
             ds=ds or dt.date.today().isoformat(),
-            users_path=_path(sources.users, folder, ds),
-            catalog_path=_path(sources.catalog, folder, ds),
-            candidates_path=_path(sources.candidates, folder, ds) if sources.candidates else None,
-            exclusions_path=_path(sources.exclusions, folder, ds) if sources.exclusions else None,
+            users_path=_table(sources.users, folder, ds),
+            catalog_path=_table(sources.catalog, folder, ds),
+            candidates_path=_table(sources.candidates, folder, ds) if sources.candidates else None,
+            exclusions_path=_table(sources.exclusions, folder, ds) if sources.exclusions else None,
             model_path=_path(sources.model, folder, None) if sources.model else None,
             projector_path=_path(sources.projector, folder, None) if sources.projector else None,
             users=users,
@@ -123,3 +124,13 @@ def _path(path: str, folder: str, ds: str | None) -> str:
         full, base = Path(os.path.abspath(path)), Path(os.path.abspath(folder))
         path = str(full.relative_to(base)) if full.is_relative_to(base) else str(full)
     return path if ds is None else path.replace(ds, "{ds}")
+
+
+def _table(path: str, folder: str, ds: str | None) -> str | dict[str, str]:
+    """A table's path as the file names it; one with a log by its kind."""
+    named = _path(path, folder, ds)
+    suffix = Path(path).suffix
+    found = None if suffix in (".json", ".jsonl", ".txt", ".npy") else list_path(path, "input")
+    if found is None or found.table is None or found.below:
+        return named
+    return {found.table.kind.lower(): named}

@@ -20,16 +20,19 @@ _TEXT_PROMPT = 1024
 _WRAP = 96
 
 
+Place = str | dict[str, str]  # a path, or {delta: path}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """Everything that was found; paths are as they go into the file."""
 
     surface: str
     ds: str
-    users_path: str
-    catalog_path: str
-    candidates_path: str | None
-    exclusions_path: str | None
+    users_path: Place
+    catalog_path: Place
+    candidates_path: Place | None
+    exclusions_path: Place | None
     model_path: str | None
     projector_path: str | None
     users: UsersGuess

@@ -382,3 +382,14 @@ def test_a_copied_iceberg_table_is_refused(tmp_path, lake):
     for name in ("nowhere", "db.nothing"):
         with pytest.raises(TableError, match="cannot be read|no Iceberg table"):
             users_of(tmp_path, inputs__users={"iceberg": name, "catalog": lake[1]})
+
+
+def test_init_names_a_table_with_a_log_by_its_kind(nightshelf, tmp_path):
+    tables = write_inputs(tmp_path)
+    write(tmp_path / "lake", tables["users"])
+    write(tmp_path / "lake", tables["users"].slice(0, 9), mode="overwrite")
+    target = tmp_path / "my.yaml"
+    nightshelf("init", "--users", tmp_path / "lake", "--catalog", tmp_path / "catalog.parquet",
+               "--config", target)  # fmt: skip
+    assert 'users: {"delta": "lake"}' in target.read_text()
+    assert "9 users" in target.read_text()

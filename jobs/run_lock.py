@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 
 from pipelines import files
 from pipelines.publish.parquet import record_path
+from pipelines.storage_errors import translated
 from schemas.errors import NightshelfError, RunError, StorageError
 from schemas.runs import RunPlan
 
@@ -45,12 +46,13 @@ def only_run_of(plan: RunPlan) -> Iterator[None]:
         with _leased(plan, path):
             yield
         return
-    Path(local).parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(local)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise _at_work(plan, path, "Wait for it to end") from None
+    with translated(path, done="locked"):
+        Path(local).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise _at_work(plan, path, "Wait for it to end") from None
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines import files
+from pipelines.files import Written
 from schemas.runs import RunPlan, ShardReceipt, StagedFile
 from schemas.settings import RunConfig
 from schemas.tables import IdType, embeddings_schema, recommendations_schema
@@ -74,7 +75,9 @@ class RunRows:
     def shards(self) -> Iterator[tuple[int, pa.Table]]:
         """Shards that have rows, in order; the first one, empty, where none has."""
         for receipt in self._filled():
-            table = files.read_parquet(files.join(self.plan.run_dir, self._file(receipt).path))
+            staged = self._file(receipt)
+            proof = Written(staged.bytes, staged.xxh3)  # what is published is what was audited
+            table = files.read_parquet(files.join(self.plan.run_dir, staged.path), proof=proof)
             if self.quarantine:
                 table = table.drop_columns(["ds", "surface"])  # they are the partition
             elif self.plan.config.output.layout == "wide":

@@ -20,6 +20,7 @@ from typing import Any
 from jobs.inspect import all_runs
 from jobs.launchers import LauncherName
 from pipelines.profile import table_key
+from pipelines.publish import open_table
 from schemas.config_file import load_config
 from schemas.errors import ConfigError, quoted
 from schemas.settings import RunConfig
@@ -112,12 +113,17 @@ def backfill(
 
 
 def day_states(settings: RunConfig, ds: str = "") -> dict[str, str]:
-    """The best state that any run of a day has reached, for this surface; of every day, or one."""
+    """What became of a day, for this surface; of every day, or one: whether its table has it, else
+    the best state that any of its runs has reached.
+    """
     states: dict[str, str] = {}
     for run in all_runs(settings.run.work_dir, ds):
         mine = (run.surface, run.table) == (settings.surface, table_key(settings))
         if mine and states.get(run.ds) != "published":
-            states[run.ds] = "published" if run.status == "replaced" else run.status
+            states[run.ds] = run.status
+    for day, _ in open_table(settings, ds=settings.ds or ds or "none").dates():
+        if day.startswith(ds):
+            states[day] = "published"
     return states
 
 

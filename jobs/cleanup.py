@@ -1,9 +1,10 @@
 """Remove what runs leave in the work folder and nobody needs any more.
 
-A run's shards and staged files are what it resumes from and is published, rolled back and looked at
-from. They are kept for the run that a partition holds now, for the latest ones before it (to roll
-back to), and for any run that was at work lately. Plans, manifests, receipts' counts and profiles
-stay for all of them: they are small. Published tables are never touched.
+What is derived from a run's inputs (shards, catalog, attempts) goes once the run is idle for some
+days, also of runs that are published: a run that is started again makes it anew. Staged rows are
+what a run is published and rolled back from, and looked at: they stay for the runs that readers see
+now and for the latest ones before them, as the tables remember them. Plans, manifests, receipts'
+counts and profiles stay for all: they are small. Published tables are never touched.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from jobs.run import load_plan
 from jobs.run_lock import only_run_of
 from pipelines import files
 from pipelines.profile import published_marker
+from pipelines.publish import open_table
 from pipelines.records import read_record
 from schemas.errors import RunError, StorageError
 from schemas.markers import Marker
 from schemas.runs import RunPlan
 
-_HEAVY = ("staged", "shards", "spill", "catalog", "attempts")
+_DERIVED = ("shards", "spill", "catalog", "attempts")
+_HEAVY = ("staged", *_DERIVED)
 _DAY_S = 86400.0
 
 
@@ -35,10 +38,10 @@ class Removed:
 
 
 def clean_up(work_dir: str, *, keep: int, older_than_days: float, dry_run: bool) -> list[Removed]:
-    """Remove shards and staged files of runs that are done with.
+    """Remove derived files of idle runs, and staged files of those that nobody goes back to.
 
     Args:
-        keep: published runs of each partition, the present one besides, that keep theirs.
+        keep: published runs of each partition, the present one besides, that keep staged files.
         older_than_days: runs that wrote anything since are left alone.
         dry_run: only say what would go.
     """
@@ -46,11 +49,12 @@ def clean_up(work_dir: str, *, keep: int, older_than_days: float, dry_run: bool)
     kept = _kept(runs, keep)
     removed = []
     for run in runs:
-        if run.status == "unreadable" or run.run_dir in kept:
+        if run.status == "unreadable":
             continue
+        names = _DERIVED if run.run_id in kept else _HEAVY
         if _days_idle(run.run_dir) < older_than_days:
             continue
-        sizes = {name: _bytes(files.join(run.run_dir, name)) for name in _HEAVY}
+        sizes = {name: _bytes(files.join(run.run_dir, name)) for name in names}
         heavy = [files.join(run.run_dir, name) for name, size in sizes.items() if size is not None]
         if not heavy or (not dry_run and not _remove(run.run_dir, heavy)):
             continue
@@ -101,19 +105,30 @@ def _plan_or_none(run: RunStatus) -> RunPlan | None:
 
 
 def _kept(runs: list[RunStatus], keep: int) -> set[str]:
-    """Folders of the runs that partitions hold, and of the latest `keep` before each."""
-    partitions: dict[tuple[str, str, str], list[tuple[bool, float, str]]] = {}
+    """Runs that partitions hold, also such that serve another date, and the latest `keep` before
+    each, as far as the table remembers them; behind that by their markers.
+    """
+    kept = {run.run_id for run in runs if run.serves}
+    partitions: dict[tuple[str, str, str], list[RunStatus]] = {}
     for run in runs:
-        marker = published_marker(run.run_dir)
-        if files.exists(marker):
-            at = read_record(Marker, marker).published_at
-            entry = (run.status == "published", at, run.run_dir)
-            partitions.setdefault((run.table, run.ds, run.surface), []).append(entry)
-    return {
-        folder
-        for entries in partitions.values()
-        for *_, folder in sorted(entries, reverse=True)[: keep + 1]
-    }
+        if run.status != "unreadable":
+            partitions.setdefault((run.table, run.ds, run.surface), []).append(run)
+    for mine in partitions.values():
+        plan = load_plan(mine[0].run_dir)
+        table = open_table(plan.config, ds=plan.ds)
+        current = table.current()
+        order = [current.run_id] if current is not None else []
+        order += [entry.run_id for entry in table.history()]
+        order += [run.run_id for run in sorted(mine, key=_published_at, reverse=True)
+                  if _published_at(run)]  # fmt: skip
+        kept |= set(list(dict.fromkeys(order))[: keep + 1])
+    return kept
+
+
+def _published_at(run: RunStatus) -> float:
+    """When the run was published first, seconds; 0 where it never was."""
+    marker = published_marker(run.run_dir)
+    return read_record(Marker, marker).published_at if files.exists(marker) else 0.0
 
 
 def _days_idle(run_dir: str) -> float:

@@ -29,13 +29,14 @@ from jobs.options import (
     LogFormatOption,
     Output,
     OutputOption,
+    RepublishOption,
     SetOption,
     guard,
     stderr,
 )
 from jobs.printing import print_plan, print_runs, print_summary, print_user
 from jobs.progress import open_progress
-from jobs.publish_cli import rollback
+from jobs.publish_cli import rollback, unpublish
 from jobs.report_cli import report
 from jobs.run import plan_path, run_job
 from jobs.steps_cli import steps
@@ -79,6 +80,7 @@ def run(
     set_: SetOption = None,
     launcher: LauncherOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan only; score nothing.")] = False,
+    republish: RepublishOption = False,
     log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
     debug: DebugOption = False,
@@ -95,7 +97,7 @@ def run(
                 print_plan(plan_run(chosen.locate(settings)), output)
                 return
             with open_progress(stderr(), log_format) as progress:
-                manifest = run_job(settings, chosen, progress)
+                manifest = run_job(settings, chosen, progress, republish=republish)
         print_summary(manifest, output)
 
     guard(body, output, debug, log_format)
@@ -170,6 +172,7 @@ app.registered_commands += upkeep.registered_commands
 app.registered_commands += judge.registered_commands
 app.command()(report)
 app.command()(rollback)
+app.command()(unpublish)
 app.command()(init)
 app.command()(validate)
 app.command()(doctor)

@@ -46,13 +46,20 @@ _PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "Steps of a run, one by one": {
         "prepare": ("prepare my.yaml --ds 2026-11-28 --output json",),
         "score": ("score my.yaml --run-id 2026-11-28-home-0d6c1f3a52b7",),
-        "audit": ("audit runs/2026-11-28-home-0d6c1f3a52b7",),
+        "audit": (
+            "audit runs/2026-11-28-home-0d6c1f3a52b7",
+            "audit my.yaml --ds 2026-11-28 --published",
+        ),
         "publish": ("publish runs/2026-11-28-home-0d6c1f3a52b7",),
     },
     "Published tables": {
-        "rollback": ("rollback my.yaml --ds 2026-11-28",),
+        "rollback": (
+            "rollback my.yaml --ds 2026-11-28",
+            "rollback my.yaml --ds 2026-11-28 --serve-from 2026-11-27",
+        ),
+        "unpublish": ("unpublish my.yaml --ds 2026-11-28",),
         "export": ("export my.yaml --ds 2026-11-28 --to shelves/ --format arrow",),
-        "gc": ("gc my.yaml --dry-run", "gc my.yaml --keep 2 --older-than-days 14"),
+        "gc": ("gc my.yaml --dry-run", "gc my.yaml --keep 2 --keep-days 14"),
     },
 }
 _REST = "More"

@@ -18,7 +18,7 @@ from pipelines.profile import published_marker, table_key
 from pipelines.publish import open_table
 from pipelines.records import read_record
 from pipelines.run_shard import load_receipt
-from schemas.errors import ConfigError, StorageError, quoted
+from schemas.errors import ConfigError, InputError, StorageError, quoted
 from schemas.markers import ManifestHead
 from schemas.runs import Counts, RunPlan, ShardReceipt, working_seconds
 from schemas.settings import RunConfig
@@ -29,7 +29,8 @@ class RunStatus:
     """How far a run is."""
 
     run_id: str
-    status: str  # planned, scoring, scored, published, replaced, failed, refused, unreadable
+    # planned, scoring, scored, published, replaced, withdrawn, failed, refused, unreadable
+    status: str
     table: str  # which it publishes to
     ds: str
     surface: str
@@ -38,11 +39,33 @@ class RunStatus:
     counts: Counts
     seconds: float | None
     run_dir: str
+    serves: tuple[str, ...] = ()  # other dates whose readers see its rows
 
 
-def run_status(run_dir: str) -> RunStatus:
+class Serving:
+    """Which run readers see, by date, as the tables say; each surface of a table is asked once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], dict[str, str]] = {}
+
+    def dates(self, plan: RunPlan) -> dict[str, str]:
+        """The run that is published for each date of the plan's table and surface."""
+        key = (table_key(plan.config), plan.surface)
+        if key not in self._found:
+            self._found[key] = dict(open_table(plan.config, ds=plan.ds).dates())
+        return self._found[key]
+
+
+def run_status(run_dir: str, serving: Serving | None = None) -> RunStatus:
     """The status of one run folder."""
     plan = load_plan(run_dir)
+    was_published = files.exists(published_marker(run_dir))
+    try:
+        dates = (serving or Serving()).dates(plan)
+    except (StorageError, ConfigError):
+        if was_published:
+            raise
+        dates = {}  # a table that is not to be had says nothing of what never reached it
     found = (load_receipt(plan, shard, prove=False) for shard in shards_of(plan))
     receipts = [receipt for receipt in found if receipt is not None]
     state, seconds = "planned", working_seconds(receipts) if receipts else None
@@ -50,8 +73,11 @@ def run_status(run_dir: str) -> RunStatus:
         state = "scored" if len(receipts) == plan.num_shards else "scoring"
     if files.exists(manifest_path(run_dir)):
         state = read_record(ManifestHead, manifest_path(run_dir)).status
-    if files.exists(published_marker(run_dir)):  # whatever was tried with it since
-        state = "published" if _current_run(plan) == plan.run_id else "replaced"
+    if dates.get(plan.ds) == plan.run_id:
+        state = "published"
+    elif was_published:  # whatever was tried with it since
+        withdrawn = open_table(plan.config, ds=plan.ds).is_withdrawn(plan.run_id)
+        state = "withdrawn" if withdrawn else "replaced"
     return RunStatus(
         run_id=plan.run_id,
         status=state,
@@ -63,12 +89,8 @@ def run_status(run_dir: str) -> RunStatus:
         counts=Counts.total(receipt.counts for receipt in receipts),
         seconds=seconds,
         run_dir=run_dir,
+        serves=tuple(sorted(d for d, run in dates.items() if run == plan.run_id and d != plan.ds)),
     )
-
-
-def _current_run(plan: RunPlan) -> str | None:
-    published = open_table(plan.config, ds=plan.ds).current()
-    return None if published is None else published.run_id
 
 
 def all_runs(work_dir: str, ds: str = "") -> list[RunStatus]:
@@ -82,14 +104,15 @@ def all_runs(work_dir: str, ds: str = "") -> list[RunStatus]:
     folders = sorted(p for p in named if fs.exists(f"{p}/plan.json"))  # a run's id begins with ds
     if "://" in root:
         folders = [str(fs.unstrip_protocol(folder)) for folder in folders]
-    return [_status_or_unreadable(folder) for folder in folders]
+    serving = Serving()
+    return [_status_or_unreadable(folder, serving) for folder in folders]
 
 
-def _status_or_unreadable(run_dir: str) -> RunStatus:
+def _status_or_unreadable(run_dir: str, serving: Serving) -> RunStatus:
     """One folder that cannot be read hides no other."""
     try:
-        return run_status(run_dir)
-    except StorageError:
+        return run_status(run_dir, serving)
+    except (StorageError, ConfigError):
         return RunStatus(
             run_id=run_dir.rpartition("/")[2],
             status="unreadable",
@@ -120,6 +143,7 @@ def show_user(config: RunConfig, user: str) -> UserView:
     """What is published for one user.
 
     Raises:
+        InputError: the run does not know the user.
         StorageError: nothing is published for this date and surface.
     """
     plan = published_plan(config)
@@ -172,7 +196,11 @@ def published_plan(config: RunConfig) -> RunPlan:
 
 
 def _why_not(plan: RunPlan, index: int | None, user: str) -> str:
-    """What the run says of a user that has no row."""
+    """What the run says of a user that has no row.
+
+    Raises:
+        InputError: it does not know the user.
+    """
     shards = shards_of(plan)
     for shard in shards if index is None else [shards[index]]:
         receipt = load_receipt(plan, shard)
@@ -180,7 +208,11 @@ def _why_not(plan: RunPlan, index: int | None, user: str) -> str:
             return "the run's folder is gone; nothing more is known"
         if (why := _why_not_in(plan, receipt, user)) is not None:
             return why
-    return "the user is not in the users table"
+    raise InputError(
+        "the user is not in the users table",
+        got=f"user {quoted(user)}",
+        where=f"run {plan.run_id}",
+    )
 
 
 def _why_not_in(plan: RunPlan, receipt: ShardReceipt, user: str) -> str | None:

@@ -16,6 +16,7 @@ from jobs.run import all_receipts, load_plan, plan_path
 from pipelines import files
 from pipelines.compare import CompareOptions, Limits, ScoredRun, compare_runs
 from pipelines.evaluate import EvaluateOptions, evaluate_run
+from pipelines.publish import open_table
 from schemas.config_file import load_config
 from schemas.errors import ComparisonRefusedError, ConfigError, quoted
 from schemas.runs import RunPlan, ShardReceipt
@@ -177,7 +178,10 @@ def _the_run(target: str, ds: str | None, set_: list[str] | None) -> RunPlan:
                 "--ds and --set are for a configuration", got=quoted(target), do="Leave them out."
             )
         return load_plan(target)
-    return published_plan(load_config(target, overrides=set_, ds=ds))
+    config = load_config(target, overrides=set_, ds=ds)
+    plan = published_plan(config)
+    open_table(config).verify()  # what is judged is what readers see
+    return plan
 
 
 def _receipts(plan: RunPlan) -> list[ShardReceipt]:

@@ -47,6 +47,9 @@ SetOption = Annotated[
 OutputOption = Annotated[
     Output, typer.Option("--output", help="text for people, json for machines.")
 ]
+RepublishOption = Annotated[
+    bool, typer.Option("--republish", help="Also a run that was taken back.")
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.style import Style
@@ -179,6 +179,7 @@ def print_runs(runs: list[RunStatus], output: Output) -> None:
             {
                 "run_id": r.run_id,
                 "status": r.status,
+                "serves": list(r.serves),
                 "ds": r.ds,
                 "surface": r.surface,
                 "shards_done": r.shards_done,
@@ -194,13 +195,15 @@ def print_runs(runs: list[RunStatus], output: Output) -> None:
         typer.echo("no runs yet")
         return
     table = Table()
-    for column in ("run", "status", "shards", "recommended", "quarantined", "rows", "seconds"):
-        table.add_column(column, justify="left" if column in ("run", "status") else "right")
+    table.add_column("run", no_wrap=True, min_width=max(len(r.run_id) for r in runs))
+    for column in ("status", "shards", "recommended", "quarantined", "rows", "seconds"):
+        side: Literal["left", "right"] = "left" if column == "status" else "right"
+        table.add_column(column, justify=side, overflow="fold")
     for r in runs:
         c = r.counts
         table.add_row(
             r.run_id,
-            r.status,
+            f"{r.status}, serves {', '.join(r.serves)} too" if r.serves else r.status,
             f"{r.shards_done}/{r.shards}",
             f"{c.users_recommended:,}",
             f"{c.users_quarantined:,}",

@@ -18,7 +18,7 @@ from pipelines.audit import audit_run, staged_files
 from pipelines.plan import plan_run
 from pipelines.prepared import is_prepared, shards_of
 from pipelines.profile import publish_record, published_marker
-from pipelines.publish import publish_quarantine, publish_run
+from pipelines.publish import check_not_withdrawn, publish_quarantine, publish_run
 from pipelines.records import read_record
 from pipelines.run_shard import load_receipt
 from pipelines.unchanged import check_inputs, check_model
@@ -94,7 +94,9 @@ def plan_path(run_dir: str) -> str:
     return files.join(run_dir, "plan.json")
 
 
-def run_job(config: RunConfig, launcher: Launcher, progress: Progress) -> RunManifest:
+def run_job(
+    config: RunConfig, launcher: Launcher, progress: Progress, *, republish: bool = False
+) -> RunManifest:
     """Plan, prepare, score, audit and publish. Shards that have a receipt are not scored again.
 
     Raises:
@@ -105,10 +107,12 @@ def run_job(config: RunConfig, launcher: Launcher, progress: Progress) -> RunMan
     progress.step("plan")
     plan = plan_run(launcher.locate(config))
     with only_run_of(plan):
+        if not republish:
+            check_not_withdrawn(plan)
         prepare_step(plan, launcher, progress)
         score_step(plan, launcher, progress, clock)
         audit_step(plan, progress, clock)
-        return publish_step(plan, launcher, progress, clock)
+        return publish_step(plan, launcher, progress, clock, republish=republish)
 
 
 def prepare_step(plan: RunPlan, launcher: Launcher, progress: Progress) -> None:
@@ -176,14 +180,20 @@ def audit_step(plan: RunPlan, progress: Progress, clock: Clock) -> AuditReport:
 
 
 def publish_step(
-    plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clock
+    plan: RunPlan,
+    launcher: Launcher,
+    progress: Progress,
+    clock: Clock,
+    *,
+    republish: bool = False,
 ) -> RunManifest:
-    """Publish a run that its audit let pass.
+    """Publish a run that its audit let pass; with `republish` also one that was taken back.
 
     Raises:
         ChangedError: an input or the model is not the one that was planned with.
         RunError: shards are missing, or the audit has not seen these.
         AuditRefusedError: it refused them.
+        WithdrawnError: the run was taken back.
     """
     check_inputs(plan)
     check_model(plan)
@@ -198,7 +208,7 @@ def publish_step(
             do="Remove the receipts of these shards and score them again.",
         )
     with finish_first():  # readers see all of it or nothing, and so do those who look for its end
-        return _publish(plan, launcher, progress, clock, receipts, audit)
+        return _publish(plan, launcher, progress, clock, receipts, audit, republish)
 
 
 def _publish(
@@ -208,9 +218,10 @@ def _publish(
     clock: Clock,
     receipts: list[ShardReceipt],
     audit: AuditReport,
+    republish: bool,
 ) -> RunManifest:
     progress.step("publish")
-    published = publish_run(plan, receipts)
+    published = publish_run(plan, receipts, republish=republish)
     quarantine = publish_quarantine(plan, receipts)
     files.write_record(published_marker(plan.run_dir), publish_record(plan, time.time()))
     manifest = _write_manifest(

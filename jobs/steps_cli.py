@@ -22,6 +22,7 @@ from jobs.options import (
     LogFormatOption,
     Output,
     OutputOption,
+    RepublishOption,
     SetOption,
     guard,
     stderr,
@@ -44,6 +45,7 @@ from jobs.run import (
 from jobs.run_lock import only_run_of
 from pipelines import files
 from pipelines.plan import plan_run
+from pipelines.publish import open_table
 from pipelines.unchanged import check_model
 from schemas.config_file import load_config
 from schemas.errors import AuditRefusedError, ConfigError
@@ -151,6 +153,24 @@ def the_run(
         yield plan, chosen
 
 
+@contextmanager
+def _at_work(
+    target: str,
+    run_id: str | None,
+    ds: str | None,
+    set_: list[str] | None,
+    launcher: LauncherName | None,
+    log_format: LogFormat,
+) -> Iterator[tuple[RunPlan, Launcher, AnyProgress]]:
+    """`the_run`, alone with its partition, and what it tells of its progress."""
+    with (
+        the_run(target, run_id, ds, set_, launcher) as (plan, chosen),
+        only_run_of(plan),
+        open_progress(stderr(), log_format) as progress,
+    ):
+        yield plan, chosen, progress
+
+
 Step = Callable[[RunPlan, Launcher, AnyProgress, Output], None]
 
 
@@ -168,12 +188,8 @@ def _command(name: str, step: Step, words: str) -> None:
         debug: DebugOption = False,
     ) -> None:
         def body() -> None:
-            with (
-                the_run(target, run_id, ds, set_, launcher) as (plan, chosen),
-                only_run_of(plan),
-                open_progress(stderr(), log_format) as progress,
-            ):
-                step(plan, chosen, progress, output)
+            with _at_work(target, run_id, ds, set_, launcher, log_format) as at_work:
+                step(*at_work, output)
 
         guard(body, output, debug, log_format)
 
@@ -207,18 +223,65 @@ def _audit(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Out
         raise
 
 
-def _publish(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Output) -> None:
-    print_summary(publish_step(plan, launcher, progress, Clock()), output)
+@steps.command()
+def publish(
+    target: TargetArg,
+    run_id: RunIdOption = None,
+    ds: DsOption = None,
+    set_: SetOption = None,
+    launcher: LauncherOption = None,
+    republish: RepublishOption = False,
+    log_format: LogFormatOption = LogFormat.text,
+    output: OutputOption = Output.text,
+    debug: DebugOption = False,
+) -> None:
+    """Publish a run that its audit let pass."""
+
+    def body() -> None:
+        with _at_work(target, run_id, ds, set_, launcher, log_format) as (plan, chosen, progress):
+            manifest = publish_step(plan, chosen, progress, Clock(), republish=republish)
+            print_summary(manifest, output)
+
+    guard(body, output, debug, log_format)
+
+
+@steps.command()
+def audit(
+    target: TargetArg,
+    run_id: RunIdOption = None,
+    ds: DsOption = None,
+    set_: SetOption = None,
+    launcher: LauncherOption = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Hold what readers see to its hashes instead.")
+    ] = False,
+    log_format: LogFormatOption = LogFormat.text,
+    output: OutputOption = Output.text,
+    debug: DebugOption = False,
+) -> None:
+    """Apply the audit's gates to a scored run, and show them all.
+
+    Exit 6 when one refuses. With --published: hold the files that readers see to the hashes that
+    they were published with; exit 4 when one is not what was published.
+    """
+
+    def body() -> None:
+        if published:
+            found = the_plan(target, run_id, ds, set_, same_model=False)
+            config = found if isinstance(found, RunConfig) else found.config
+            table = open_table(config, ds=found.ds)
+            count, now = table.verify(), table.current()
+            about = {"run_id": now.run_id if now else None, "status": "verified"}
+            _say(output, **about, ds=found.ds, surface=found.surface, files=count)
+            return
+        with _at_work(target, run_id, ds, set_, launcher, log_format) as (plan, chosen, progress):
+            _audit(plan, chosen, progress, output)
+
+    guard(body, output, debug, log_format)
 
 
 _command("prepare", _prepare, "Plan a run and write its shards.\n\nPrints the run's id and folder.")
 _command("score", _score, "Score the shards of a prepared run that are not done yet.")
-_command(
-    "audit",
-    _audit,
-    "Apply the audit's gates to a scored run, and show them all.\n\nExit 6 when one refuses.",
-)
-_command("publish", _publish, "Publish a run that its audit let pass.")
 
 
 _STYLES = {"refused": "red", "warned": "yellow", "no limit": "dim", "nothing to compare": "dim"}

@@ -104,24 +104,31 @@ def _print_days(days: list[Day], output: Output) -> None:
 def gc(
     config: ConfigArg,
     keep: Annotated[
-        int, typer.Option(min=0, help="Earlier published runs of a partition to keep whole.")
+        int, typer.Option(min=0, help="Earlier published runs of a partition to keep rows of.")
     ] = 1,
-    older_than_days: Annotated[
-        float, typer.Option(min=0, help="Leave runs alone that wrote anything since.")
-    ] = 7.0,
+    keep_days: Annotated[
+        float | None,
+        typer.Option(
+            "--keep-days",
+            "--older-than-days",
+            min=0,
+            help="Leave runs alone that wrote anything since; default: run.keep_days.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     set_: SetOption = None,
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Remove shards and staged files of runs that are done with.
+    """Remove shards, catalogs and staged files that no run needs any more.
 
     Never a published table.
     """
 
     def body() -> None:
-        work_dir = load_config(config, overrides=set_).run.work_dir
-        removed = clean_up(work_dir, keep=keep, older_than_days=older_than_days, dry_run=dry_run)
+        run = load_config(config, overrides=set_).run
+        days = run.keep_days if keep_days is None else keep_days
+        removed = clean_up(run.work_dir, keep=keep, older_than_days=days, dry_run=dry_run)
         if output is Output.json:
             runs = [{"run_id": r.run_id, "status": r.status, "bytes": r.bytes} for r in removed]
             typer.echo(json.dumps({"dry_run": dry_run, "removed": runs}))
@@ -129,8 +136,9 @@ def gc(
         table = Table(title="would be removed" if dry_run else "removed", title_justify="left")
         for column in ("run", "status", "MB"):
             table.add_column(column, justify="right" if column == "MB" else "left")
-        for run in removed:
-            table.add_row(run.run_id, run.status, f"{run.bytes / 1e6:.1f}")
+        for one in removed:
+            table.add_row(one.run_id, one.status, f"{one.bytes / 1e6:.1f}")
+        table.add_row("in all", "", f"{sum(one.bytes for one in removed) / 1e6:.1f}")
         stdout().print(table)
 
     guard(body, output, debug)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from pipelines import files
 from pipelines.audit_rows import RowGates
 from pipelines.frames import read_frame
-from pipelines.profile import ProfileBuilder, RunProfile, last_published, overlap, score_drift
+from pipelines.last_published import last_published
+from pipelines.profile import ProfileBuilder, RunProfile, overlap, score_drift
 from schemas.runs import AuditReport, Counts, GateResult, RunPlan, ShardReceipt
 
 _FEW = 0.05  # share of users whose lists may be shorter than `rows_p5` says

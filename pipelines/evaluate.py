@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from pipelines import files
 from pipelines.baselines import Pool, pools, popular, random, reachable
 from pipelines.by_shard import Segments, depths, shard_users, staged_rows
+from pipelines.catalog import is_saved
 from pipelines.frames import read_frame
-from pipelines.items import open_items
+from pipelines.items import catalog_dir, open_items
 from pipelines.metrics import Floats, UserTruth, metric_names, self_information, user_metrics
 from pipelines.prepared import shards_of
 from pipelines.read import read_shard
@@ -108,6 +109,12 @@ class _Judge:
     def __init__(self, plan: RunPlan, truth: str, options: EvaluateOptions, folder: Path) -> None:
         self._plan, self._options = plan, options
         self._ks = depths(plan, options.k)
+        if not is_saved(catalog_dir(plan)):
+            raise ConfigError(
+                "the run's catalog is not in its folder any more",
+                where=plan.run_dir,
+                do="`nightshelf prepare` with this folder makes it again.",
+            )
         catalog = open_items(plan)
         assert catalog is not None, "recommendations need a catalog"
         self._catalog, self._num_items = catalog, len(catalog.table)

@@ -55,6 +55,7 @@ _LAUNCH_ONLY = (
     "start_timeout_s",
     "price_per_hour",
     "metrics_dir",
+    "keep_days",
 )
 _BATCH_ONLY = ("max_batch_tokens", "max_batch_users")
 

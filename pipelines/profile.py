@@ -117,23 +117,10 @@ def published_marker(run_dir: str) -> str:
     return files.join(run_dir, "published.json")
 
 
-def last_published(plan: RunPlan) -> tuple[RunProfile, pl.DataFrame] | None:
-    """The latest other run of the surface that was published for this date or one before."""
-    found: list[tuple[str, float, str]] = []
-    for name in files.list_names(plan.config.run.work_dir):
-        run_dir = files.join(plan.config.run.work_dir, name)
-        marker = published_marker(run_dir)
-        if name == plan.run_id or not files.exists(marker):
-            continue
-        record = read_record(Marker, marker)
-        same = (record.surface, record.table) == (plan.surface, table_key(plan.config))
-        if same and record.task == task_kind(plan.config) and record.ds <= plan.ds:
-            found.append((record.ds, record.published_at, run_dir))
-    for *_, run_dir in sorted(found, reverse=True):
-        sample = load_sample(run_dir)
-        if files.exists(_profile_path(run_dir)) and sample is not None:
-            return read_record(RunProfile, _profile_path(run_dir)), sample
-    return None
+def load_profile(run_dir: str) -> RunProfile | None:
+    """The profile of a run that was audited."""
+    path = _profile_path(run_dir)
+    return read_record(RunProfile, path) if files.exists(path) else None
 
 
 def load_sample(run_dir: str) -> pl.DataFrame | None:

@@ -40,6 +40,7 @@ LimitedGate = Literal[
     "history_rows",
     "distinct_lists",
 ]
+KeptDays = Annotated[Number, Field(ge=0, le=100_000)]
 Rows = Annotated[Positive, Field(le=LONGEST_LIST)]
 _SECRET_KEY = re.compile(
     r"secret|passw|token|credential|(access|private|account)[-_.]?key|signature|connection.string",
@@ -136,6 +137,9 @@ class RunSettings(Section):
     )
     start_timeout_s: Seconds = Field(
         1800.0, description="A worker whose engine takes longer to start is ended"
+    )
+    keep_days: KeptDays = Field(
+        7.0, description="gc: days that shards, catalogs and attempts of idle runs stay"
     )
     metrics_dir: Place | None = Field(
         None, description="Folder for a Prometheus textfile per surface, besides the run folder's"

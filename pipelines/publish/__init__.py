@@ -18,7 +18,14 @@ from schemas.runs import Published, RunPlan, ShardReceipt
 from schemas.settings import RunConfig
 from schemas.tables import QUARANTINE, IdType
 
-__all__ = ["check_output", "open_table", "publish_quarantine", "publish_run", "read_current"]
+__all__ = [
+    "check_not_withdrawn",
+    "check_output",
+    "open_table",
+    "publish_quarantine",
+    "publish_run",
+    "read_current",
+]
 
 
 def publish_run(
@@ -38,16 +45,23 @@ def publish_run(
         ConflictError: another publisher changed the partition meanwhile.
         StorageError: the table could not be read or written; publishing again completes it.
     """
+    if not republish:
+        check_not_withdrawn(plan)
     table = open_table(plan.config, ds=plan.ds)
-    if not republish and table.is_withdrawn(plan.run_id):
+    return table.replace(RunRows(plan=plan, receipts=tuple(receipts)))
+
+
+def check_not_withdrawn(plan: RunPlan) -> None:
+    """Raise `WithdrawnError` when the run was taken back by `rollback` or `unpublish`: a scheduler
+    that tries it again must not make its rows visible.
+    """
+    if open_table(plan.config, ds=plan.ds).is_withdrawn(plan.run_id):
         raise WithdrawnError(
             "the run was taken back, and is not published again by itself",
             got=f"run {plan.run_id}",
             where=plan.config.output.path,
-            do="What is published stays. To publish it all the same: nightshelf run --republish, "
-            "or nightshelf rollback --run.",
+            do="What is published stays. To publish it all the same: nightshelf run --republish.",
         )
-    return table.replace(RunRows(plan=plan, receipts=tuple(receipts)))
 
 
 def publish_quarantine(plan: RunPlan, receipts: list[ShardReceipt]) -> Published | None:

@@ -57,7 +57,7 @@ def test_the_life_of_a_partition(nightshelf, tmp_path, table_format):
     done = CliRunner().invoke(app, ["rollback", str(config)])
     assert done.exit_code == 0, done.output
     assert first["run_id"] in done.stdout
-    assert states() == {first["run_id"]: "published", second["run_id"]: "replaced"}
+    assert states() == {first["run_id"]: "published", second["run_id"]: "withdrawn"}
     shown = nightshelf("show", config, "--user", "u003", "--output", "json").json
     assert len(shown["items"]) == 5
     assert "not in the users table" in nightshelf("show", config, "--user", "nobody").out

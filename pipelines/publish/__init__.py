@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+from pathlib import Path
 from typing import get_args
 
 import pyarrow as pa
 
+from engine.fake_backend import EMBEDDING_WIDTH
 from pipelines import files
 from pipelines.publish.names import NULL_PARTITION
 from pipelines.publish.parquet import ParquetTable, read_current
@@ -129,7 +132,7 @@ def check_output(
     problems = []
     for ids in itertools.product(users, items):
         try:
-            table.check(published_schema(config, *ids))
+            table.check(published_schema(config, *ids, _embedding_width(config)))
         except ConfigError as err:
             problems.append(err)
             if "another type" not in str(err):
@@ -143,6 +146,20 @@ def check_output(
         names = [name for name in QUARANTINE.names if name not in ("ds", "surface")]
         schema = pa.schema([QUARANTINE.field(name) for name in names])
         open_table(config, quarantine=True).check(schema)
+
+
+def _embedding_width(config: RunConfig) -> int | None:
+    """Numbers of the vectors that the run will give, as the model's own settings say."""
+    if config.task.embed is None:
+        return None
+    if config.engine.backend == "fake":
+        return EMBEDDING_WIDTH
+    try:
+        found = json.loads((Path(config.engine.model or "") / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):  # of a backend of one's own; a model without it is told elsewhere
+        return None
+    width = (found.get("text_config") or found).get("hidden_size")
+    return width if isinstance(width, int) else None
 
 
 def _check_quarantine_apart(config: RunConfig) -> None:

@@ -33,6 +33,25 @@ def missing_columns(there: pa.Schema, mine: pa.Schema, where: str) -> list[pa.Fi
     return [field for field in mine if field.name not in there.names]
 
 
+def check_width(rows: pa.Table, mine: pa.Schema, where: str) -> None:
+    """Raise `ConfigError` when vectors of a table have another length than those to be published.
+
+    Args:
+        rows: a row of the table with its `embedding`, or none.
+        mine: columns to be published; a length of 1 is one that is not known.
+    """
+    want = mine.field("embedding").type.list_size
+    have = [len(vector) for vector in rows["embedding"].to_pylist() if vector is not None]
+    if want > 1 and have and have[0] != want:
+        raise ConfigError(
+            "the table holds vectors of another length",
+            expected=f"{want} numbers, as the model gives",
+            got=f"{have[0]}",
+            where=where,
+            do="Publish to another table: vectors of two models cannot be compared.",
+        )
+
+
 def _check_names(there: pa.Schema, mine: list[str], where: str) -> None:
     lacking = [name for name in mine if name not in there.names and name not in _OPTIONAL]
     if lacking:

@@ -23,7 +23,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_ra
 
 from pipelines import files
 from pipelines.publish import lake_files
-from pipelines.publish.columns import missing_columns
+from pipelines.publish.columns import check_width, missing_columns
 from pipelines.publish.delta_features import check_features, statistics
 from pipelines.publish.delta_open import as_ours, load
 from pipelines.publish.delta_partition import DeltaPartition
@@ -77,6 +77,7 @@ class DeltaLakeTable:
             else:
                 check_features(table, self.path)
                 missing_columns(_arrow(table), self._whole(schema.empty_table()).schema, self.path)
+                self._check_width(table, schema)
 
     def current(self) -> Published | None:
         """What the latest version says; see `PublishedTable.current`."""
@@ -108,6 +109,7 @@ class DeltaLakeTable:
         schema = self._whole(rows.schema().empty_table()).schema
         with self._as_ours():
             table = self._table_for(schema)
+            self._check_width(table, rows.schema())
             base = self._partition.live(table)
             if holds(base, rows.run_id) and self._undamaged(base):
                 self._mark(rows.run_id, withdraw)
@@ -240,6 +242,11 @@ class DeltaLakeTable:
 
     def _whole(self, rows: pa.Table) -> pa.Table:
         return with_partition(as_lists(rows), self.ds, self.surface)
+
+    def _check_width(self, table: DeltaTable, schema: pa.Schema) -> None:
+        if "embedding" in schema.names:
+            some = table.to_pyarrow_dataset().head(1, columns=["embedding"])
+            check_width(some, schema, self.path)
 
     @property
     def _partition(self) -> DeltaPartition:

@@ -21,7 +21,7 @@ from pyiceberg.manifest import DataFile
 from pyiceberg.table import Table
 
 from pipelines.publish import lake_files
-from pipelines.publish.columns import missing_columns
+from pipelines.publish.columns import check_width, missing_columns
 from pipelines.publish.iceberg_catalog import (
     check_not_lost,
     check_table,
@@ -72,6 +72,7 @@ class IcebergTable:
             mine = self._whole(schema.empty_table()).schema
             check_table(table, mine)
             missing_columns(table.schema().as_arrow(), mine, self._name)
+            self._check_width(table, schema)
 
     def _is_new(self) -> bool:
         """Whether the default catalog is to be made."""
@@ -107,6 +108,7 @@ class IcebergTable:
         with self._open() as catalog:
             schema = self._whole(rows.schema().empty_table()).schema
             table = table_for(catalog, self._output, schema)
+            self._check_width(table, rows.schema())
             base = self._partition.state(table)
             if self._is_current(table, base, rows.run_id):
                 self._mark(table, rows.run_id, withdraw)
@@ -249,6 +251,11 @@ class IcebergTable:
 
     def _whole(self, rows: pa.Table) -> pa.Table:
         return with_partition(as_lists(rows), self._ds, self._surface)
+
+    def _check_width(self, table: Table, schema: pa.Schema) -> None:
+        if "embedding" in schema.names and table.current_snapshot() is not None:
+            some = table.scan(selected_fields=("embedding",), limit=1).to_arrow()
+            check_width(some, schema, self._name)
 
     def _is_current(self, table: Table, base: State, run_id: str) -> bool:
         """Whether readers see what this run published, whole and undamaged."""

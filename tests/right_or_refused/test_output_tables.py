@@ -401,3 +401,13 @@ def test_a_delta_table_shows_only_what_a_publish_wrote(tmp_path):
     table.delete("user_id = '007'")
     with pytest.raises(NightshelfError, match="not what a run published"):
         open_table(config).verify()
+
+
+@pytest.mark.parametrize("format", ["delta", "iceberg"])
+def test_vectors_of_two_lengths_are_two_tables(tmp_path, format):
+    """The rows at hand have four numbers; the backend gives another count, and the plan knows."""
+    task = {"embed": {}}
+    publish(config_of(tmp_path, format, task=task), "a")
+    other = config_of(tmp_path, format, task=task, surface="mail")
+    with pytest.raises(ConfigError, match="vectors of another length.*got 4"):
+        check_output(other)

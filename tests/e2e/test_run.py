@@ -252,7 +252,7 @@ def test_show_prints_titles_and_says_why_there_is_nothing(nightshelf, tmp_path):
     want = published(tmp_path).filter(pl.col("user_id") == "u003")
     assert [i["item_id"] for i in shown["items"]] == want["item_id"].to_list()
     assert all(i["title"] == f"Title {i['item_id']}" for i in shown["items"])
-    assert "not in the users table" in nightshelf("show", config, "--user", "nobody").out
+    assert "not in the users table" in nightshelf("show", config, "--user", "nobody", check=3).err
 
 
 def test_the_command_line_and_lower_layers_load_no_torch():

@@ -93,7 +93,7 @@ def test_bad_rows_are_set_aside_as_in_prepared_shards(nightshelf, tmp_path):
     assert summary["users_quarantined"] == 2
     assert "vector_not_finite" in nightshelf("show", config, "--user", "u008").out
     assert "Title" in nightshelf("show", config, "--user", "u003").out
-    assert "not in the users table" in nightshelf("show", config, "--user", "nobody").out
+    assert "not in the users table" in nightshelf("show", config, "--user", "nobody", check=3).err
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

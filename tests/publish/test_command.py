@@ -60,7 +60,7 @@ def test_the_life_of_a_partition(nightshelf, tmp_path, table_format):
     assert states() == {first["run_id"]: "published", second["run_id"]: "withdrawn"}
     shown = nightshelf("show", config, "--user", "u003", "--output", "json").json
     assert len(shown["items"]) == 5
-    assert "not in the users table" in nightshelf("show", config, "--user", "nobody").out
+    assert "not in the users table" in nightshelf("show", config, "--user", "nobody", check=3).err
     missing = CliRunner().invoke(app, ["rollback", str(config), "--run", "nothing"])
     assert missing.exit_code == 2
     assert "never published here" in missing.stderr

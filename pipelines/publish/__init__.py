@@ -10,7 +10,6 @@ from typing import get_args
 
 import pyarrow as pa
 
-from engine.fake_backend import EMBEDDING_WIDTH
 from pipelines import files
 from pipelines.publish.names import NULL_PARTITION
 from pipelines.publish.parquet import ParquetTable, read_current
@@ -153,6 +152,8 @@ def _embedding_width(config: RunConfig) -> int | None:
     if config.task.embed is None:
         return None
     if config.engine.backend == "fake":
+        from engine.fake_backend import EMBEDDING_WIDTH  # loads torch
+
         return EMBEDDING_WIDTH
     try:
         found = json.loads((Path(config.engine.model or "") / "config.json").read_text("utf-8"))

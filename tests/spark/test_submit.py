@@ -287,8 +287,11 @@ def test_a_sigterm_drains_the_driver_and_the_run_resumes(nightshelf, submit, tmp
 
 
 def _is_driver(process: psutil.Process) -> bool:
-    words = process.cmdline()
-    return any(w.endswith("spark_submit.py") for w in words) and "python" in process.name()
+    try:
+        words = process.cmdline()
+        return any(w.endswith("spark_submit.py") for w in words) and "python" in process.name()
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def wait_for_end(process) -> None:

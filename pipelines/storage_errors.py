@@ -59,6 +59,7 @@ _NO_ACCESS = (
     errno.ENOSYS,
     errno.ENOTSUP,
     errno.EISDIR,
+    errno.EEXIST,  # a file is where a folder should be
     errno.ENOTDIR,
     errno.EREMCHG,  # s3fs: the bucket is in another region
 )

@@ -152,6 +152,7 @@ def test_everything_that_decides_a_result_is_in_the_manifest(nightshelf, tmp_pat
         "k_column": None,
         "quota": None,
         "eligibility": None,
+        "exclude_history": False,
         "score": {"length_norm": "sum"},
         "generate": {
             "mode": "constrained",

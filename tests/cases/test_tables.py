@@ -234,16 +234,17 @@ def test_hidden_and_temporary_files_are_not_read(nightshelf, tmp_path, plain):
     tables, config, want = plain
     (tmp_path / "users.parquet").unlink()
     folder = tmp_path / "users"
-    hidden = ("_temporary/0/task", ".staging", "_spark_metadata", "day=1/_delta_log")
+    hidden = ("_temporary/0/task", ".staging", "_spark_metadata", "day=1/_committed_1")
     for name in hidden:
         (folder / name).mkdir(parents=True)
         write(folder / name, "q", tables["users"].slice(0, 3))
-    write(folder, "p", tables["users"].slice(0, 10))
+    (folder / "day=0").mkdir()
+    write(folder / "day=0", "p", tables["users"].slice(0, 10))
     write(folder / "day=1", "p", tables["users"].slice(10))
     write(folder, "_half", tables["users"].slice(0, 3))
     write(folder, ".part-1", tables["users"].slice(0, 3))
     (folder / "_SUCCESS").touch()
-    (folder / "p.parquet.crc").write_bytes(b"x")
+    (folder / ".p.parquet.crc").write_bytes(b"x")
     for path in ("users", "users/**/*.parquet"):
         summary = nightshelf("run", config, "--set", f"inputs.users={path}", "--output", "json")
         assert summary.json["users_in"] == 20

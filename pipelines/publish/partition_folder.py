@@ -17,6 +17,7 @@ from schemas.errors import ConfigError, StorageError
 SUCCESS = "_SUCCESS"
 _NOTE = re.compile(r"^(\d{8})-[0-9a-f]+\.writing\.json$")
 _WAITING = re.compile(r"^new-(\d{8})-")
+_DRAFT = re.compile(r"^\.(.+)\.[0-9a-f]{8}\.tmp$")  # of a file while it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +152,11 @@ class PartitionFolder:
                 files.remove_if_there(files.join(self.path, name))
             else:
                 unknown.add(name)
-        for name in self._named(unknown):
-            files.remove_if_there(files.join(self.path, name))
+        drafts = {name: match[1] for name in unknown if (match := _DRAFT.match(name))}
+        ours = self._named(unknown | set(drafts.values())) | (kept & set(drafts.values()))
+        for name in unknown:
+            if drafts.get(name, name) in ours:
+                files.remove_if_there(files.join(self.path, name))
         for note in notes:
             mine = note.path == self._note_path(pointer.generation, pointer.token)
             # One that began a generation ago may still be writing.

@@ -65,7 +65,7 @@ def unpublish(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Take back what is published for a date and surface: readers find nothing.
+    """Take back what is published: readers find nothing there.
 
     The run stays withdrawn until a person publishes it again.
     """

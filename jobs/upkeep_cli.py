@@ -120,7 +120,7 @@ def gc(
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
-    """Remove shards, catalogs and staged files that no run needs any more.
+    """Remove files that no run needs any more.
 
     Never a published table.
     """

@@ -409,7 +409,7 @@ def test_a_run_that_recommended_nothing_is_worth_nothing(nightshelf, tmp_path):
         pl.DataFrame({"item_id": items}), how="cross"
     )
     everything.write_parquet(tmp_path / "exclusions.parquet")
-    config = write_config(tmp_path)
+    config = write_config(tmp_path, audit={"allow_empty": True})
     run_dir = nightshelf("run", config, "--output", "json").json["run_dir"]
     write_truth(tmp_path, names, items)
     found = evaluate(nightshelf, config, tmp_path).json

@@ -95,6 +95,12 @@ class Finished:
         return json.loads(self.out.strip().splitlines()[-1])
 
 
+@pytest.fixture(autouse=True)
+def _one_width(monkeypatch):
+    """Tables are as wide in every test, whatever runs the tests and wherever."""
+    monkeypatch.setenv("COLUMNS", "110")
+
+
 @pytest.fixture
 def nightshelf():
     """Run the command line inside this process: quick; with `run.workers: 0` only."""

@@ -37,7 +37,7 @@ from jobs.spark_worker import Place, ShardTask, run_task
 from pipelines import files
 from pipelines.prepare import prepare_run
 from pipelines.run_shard import load_receipt
-from schemas.errors import EngineError, StorageError
+from schemas.errors import EngineError, NightshelfError
 from schemas.runs import RunPlan, Shard
 from schemas.settings import RunConfig
 
@@ -243,7 +243,7 @@ def _told_of_receipts(plan: RunPlan, shards: list[Shard], progress: Progress) ->
     waiting = {f"{shard.name}.json": shard for shard in shards}
 
     def look() -> None:
-        with suppress(StorageError, OSError):  # only the bar waits; the next look may see them
+        with suppress(NightshelfError, OSError):  # only the bar waits; the next look may see them
             for name in files.list_names(files.join(plan.run_dir, "receipts")):
                 shard = waiting.get(name)
                 receipt = load_receipt(plan, shard, prove=False) if shard else None

@@ -40,7 +40,7 @@ from pipelines.publish.lake_files import (
 from pipelines.publish.places import check_new_table, check_no_links, wait_for
 from pipelines.publish.pointer import conflict
 from pipelines.publish.rows import Rows, as_lists, fitted, with_partition
-from schemas.errors import ConfigError, StorageError, quoted
+from schemas.errors import ConfigError, NightshelfError, StorageError, quoted
 from schemas.runs import Published
 
 _PARTITION = ["ds", "surface"]
@@ -124,7 +124,7 @@ class DeltaLakeTable:
             landed = self._commit(base, adds, stamp, rows.run_id, withdraw)
             if landed != frozenset(names):  # another publisher's are there: ours are orphans
                 for name in names:
-                    with suppress(OSError, StorageError):
+                    with suppress(OSError, NightshelfError):
                         files.remove_if_there(files.join(self.path, name))
             if landed is None:
                 raise conflict(self.ds, self.surface, self.path)

@@ -127,9 +127,8 @@ class IcebergTable:
             mine = {file.file_path for file in written}
             if landed is None or landed - mine:
                 for path in mine:
-                    with suppress(
-                        OSError, StorageError
-                    ):  # nobody names them; what stays is an orphan
+                    # Nobody names them; what stays is an orphan.
+                    with suppress(OSError, NightshelfError):
                         table.io.delete(path)
             if landed is None:
                 raise conflict(self._ds, self._surface, self._name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -88,7 +87,7 @@ def test_a_run_on_a_store_publishes_the_rows_of_one_on_a_disk(nightshelf, store,
     assert not any(b"a-secret-of-theirs" in p.read_bytes() for p in left), "credentials were kept"
 
 
-def test_a_run_on_a_store_that_is_killed_resumes(nightshelf, store, config, tmp_path):
+def test_a_run_on_a_store_that_is_killed_resumes(nightshelf, store, config, tmp_path, monkeypatch):
     nightshelf("run", config, "--set", f"run.work_dir={tmp_path / 'first'}")
     want = rows_of(store)
     fs, bucket = store
@@ -96,7 +95,7 @@ def test_a_run_on_a_store_that_is_killed_resumes(nightshelf, store, config, tmp_
     trouble = tmp_path / "trouble"
     trouble.mkdir()
     (trouble / "slow").write_text("0.1")
-    os.environ["NIGHTSHELF_TEST_TROUBLE"] = str(trouble)
+    monkeypatch.setenv("NIGHTSHELF_TEST_TROUBLE", str(trouble))
     backend = ("--set", "engine.backend=tests.trouble:trouble_backend", "--set", "run.workers=1")
     command = [sys.executable, "-m", "jobs", "run", str(config), *backend]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:

@@ -183,13 +183,15 @@ app()
 
 
 def stuck(grace: float) -> subprocess.Popen[str]:
-    """A command in a library that never comes back."""
+    """A command in a library that never comes back: it waits in C for a process of its group."""
     code = STUCK.replace("= GRACE", f"= {grace}")
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert process.stdout.readline() == "here\n"
+    # Before C has started it, a handler of Python's would still run, and end all by itself.
+    wait_for(psutil.Process(process.pid).children, "what C waits for")
     return process
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from polars.testing import assert_frame_equal
 
+from schemas.errors import AccessError, RunError, StorageError, TableError
 from tests.factories import write_config, write_inputs
 
 PARTITION = "out/ds=2026-11-28/surface=home"
@@ -403,29 +404,42 @@ def test_an_export_has_every_user_once_in_the_file_of_its_hash(nightshelf, tmp_p
 # --- what comes after a publish -------------------------------------------------------------------
 
 
-def test_a_catalog_that_was_not_told_leaves_a_published_run_published(tmp_path):
-    """The rows are there for readers: the manifest says so, and the same command tells again."""
+@pytest.mark.parametrize(
+    ("refusal", "raised", "code"),
+    [
+        (TableError("the other catalog is not there"), TableError, 3),
+        (AccessError("the other catalog lets nobody in"), AccessError, 2),
+        (StorageError("the other catalog does not answer"), RunError, 4),
+    ],
+    ids=["for good", "no permission", "passing"],
+)
+def test_a_catalog_that_was_not_told_leaves_a_published_run_published(
+    tmp_path, refusal, raised, code
+):
+    """The rows are there for readers: the manifest says so, and the same command tells again. What
+    would fail again ends as what it is; exit 4 is for what a rerun may cure.
+    """
     from rich.console import Console
 
     from jobs.launch_local import LocalLauncher
     from jobs.progress import LineProgress
     from jobs.run import load_manifest, run_job
     from schemas.config_file import load_config
-    from schemas.errors import RunError, TableError
 
     class Deaf(LocalLauncher):
         deaf = True
 
         def published(self, plan, progress):
             if self.deaf:
-                raise TableError("the other catalog is not there")
+                raise refusal
 
     write_inputs(tmp_path)
     config = load_config(str(write_config(tmp_path)))
     launcher, progress = Deaf(), LineProgress(Console(stderr=True))
-    with pytest.raises(RunError, match="is published, but") as caught:
+    with pytest.raises(raised, match="the run is published, but.*the other catalog") as caught:
         run_job(config, launcher, progress)
-    assert caught.value.exit_code == 4
+    assert type(caught.value) is raised
+    assert caught.value.exit_code == code
     (run_dir,) = (p.parent for p in tmp_path.glob("runs/*/manifest.json"))
     assert json.loads((run_dir / "manifest.json").read_text())["status"] == "published"
     assert (run_dir / "report.html").exists()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -151,11 +153,25 @@ def test_tables_of_sparks_catalog_are_inputs(nightshelf, spark, catalog_tables, 
     assert third["users_in"] == 41
     copies = {p.name for p in (tmp_path / "runs/tables").iterdir()}
     assert len(copies) == 5, "users twice, the others once"
-    left = ("--keep", "0", "--older-than-days", "0", "--output", "json")
+    for folder in (Path(first["run_dir"]), tmp_path / "runs/tables"):
+        last_written_days_ago(folder, 10)
+    left = ("--keep", "0", "--older-than-days", "5", "--output", "json")
     removed = {r["run_id"] for r in nightshelf("gc", config, *left).json["removed"]}
     (gone,) = copies - {p.name for p in (tmp_path / "runs/tables").iterdir()}
-    assert gone.startswith("db.users-")
+    assert gone.startswith("db.users-"), "the run that is not idle has shards of the others"
     assert removed == {first["run_id"], f"tables/{gone}"}
+    left = ("--keep", "0", "--older-than-days", "0", "--output", "json")
+    removed = {r["run_id"] for r in nightshelf("gc", config, *left).json["removed"]}
+    assert removed == {third["run_id"], *(f"tables/{name}" for name in copies - {gone})}
+    assert (Path(third["run_dir"]) / "staged").exists(), "it is published"
+    want = published(tmp_path)
+    nightshelf("run", config, "--launcher", "spark")
+    assert published(tmp_path).equals(want), "copied anew"
+
+
+def last_written_days_ago(folder, days):
+    for path in (folder, *folder.rglob("*")):
+        os.utime(path, (time.time() - days * 86400,) * 2)
 
 
 def users_table(tmp_path):

@@ -15,7 +15,7 @@ from jobs.spark_worker import Place, ShardTask, run_task
 from pipelines.plan import plan_run
 from pipelines.prepared import shards_of
 from schemas.config_file import load_config
-from schemas.errors import EngineError, StorageError
+from schemas.errors import AccessError, EngineError, StorageError
 from tests.factories import write_config, write_inputs
 
 LAUNCH = "launch"
@@ -126,7 +126,15 @@ def test_where_no_engine_started_it_is_the_engine(plan, monkeypatch):
     assert len(stages.asked) == 1
 
 
-@pytest.mark.parametrize("error", [StorageError("the store is busy"), OSError("no route")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageError("the store is busy"),
+        OSError("no route"),
+        AccessError("the credentials have expired"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_store_that_cannot_be_looked_at_stops_only_the_bar(plan, monkeypatch, error):
     shards = shards_of(plan)
     receipts = Path(plan.run_dir) / "receipts"
@@ -146,7 +154,7 @@ def test_a_store_that_cannot_be_looked_at_stops_only_the_bar(plan, monkeypatch, 
     over = []
     monkeypatch.setattr(launch_spark, "_POLL_S", 0.01)
     monkeypatch.setattr(launch_spark.files, "list_names", sometimes)
-    monkeypatch.setattr(launch_spark, "load_receipt", lambda plan, shard: counted)
+    monkeypatch.setattr(launch_spark, "load_receipt", lambda plan, shard, prove: counted)
     progress = SimpleNamespace(advance=seen.append)
     with launch_spark._told_of_receipts(plan, shards, progress):
         end = time.monotonic() + 30

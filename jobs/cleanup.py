@@ -47,7 +47,7 @@ def clean_up(work_dir: str, *, keep: int, older_than_days: float, dry_run: bool)
     """
     runs = all_runs(work_dir)
     kept = _kept(runs, keep)
-    removed = []
+    removed: list[Removed] = []
     for run in runs:
         if run.status == "unreadable":
             continue
@@ -56,22 +56,24 @@ def clean_up(work_dir: str, *, keep: int, older_than_days: float, dry_run: bool)
             continue
         sizes = {name: _bytes(files.join(run.run_dir, name)) for name in names}
         heavy = [files.join(run.run_dir, name) for name, size in sizes.items() if size is not None]
-        if not heavy or (not dry_run and not _remove(run.run_dir, heavy)):
+        if not heavy or (not dry_run and not _remove(run.run_dir, heavy, older_than_days)):
             continue
         size = sum(size or 0 for size in sizes.values())
         removed.append(Removed(run_id=run.run_id, status=run.status, bytes=size))
-    return [*removed, *_copies(work_dir, runs, older_than_days, dry_run)]
+    gone = {one.run_id for one in removed}
+    left = [run for run in runs if run.run_id not in gone]
+    if any(run.status == "unreadable" for run in runs):  # its plan may name any copy
+        return removed
+    return [*removed, *_copies(work_dir, left, older_than_days, dry_run)]
 
 
 def _copies(
     work_dir: str, runs: list[RunStatus], older_than_days: float, dry_run: bool
 ) -> list[Removed]:
     """Remove copies of Spark's tables that are old, and not of a run that may still read them: one
-    whose shards are here, or that wrote anything lately. A plan that cannot be read may name any.
+    that keeps its shards, or that wrote anything lately.
     """
     tables = files.join(work_dir, "tables")
-    if any(run.status == "unreadable" for run in runs):
-        return []
     used = [
         _plan_or_none(run)
         for run in runs
@@ -141,10 +143,14 @@ def _bytes(folder: str) -> int | None:
     return files.describe_folder(folder)[0] if files.exists(folder) else None
 
 
-def _remove(run_dir: str, folders: list[str]) -> bool:
-    """Under the partition's lock, so that no run is at work there; False when one is."""
+def _remove(run_dir: str, folders: list[str], older_than_days: float) -> bool:
+    """Under the partition's lock, so that no run is at work there; False when one is, or was since
+    the folder was looked at: it may be what readers see now.
+    """
     try:
         with only_run_of(load_plan(run_dir)):
+            if _days_idle(run_dir) < older_than_days:
+                return False
             for folder in folders:
                 files.remove_folder(folder)
     except RunError:

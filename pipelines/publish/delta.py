@@ -113,7 +113,7 @@ class DeltaLakeTable:
             base = self._partition.live(table)
             if holds(base, rows.run_id) and self._undamaged(base):
                 self._mark(rows.run_id, withdraw)
-                return self._found()
+                return self._found(table)
             names, adds, count = [], [], 0
             for new in lake_files.encode(rows, as_lists):
                 names.append(path := f"ds={self.ds}/{new.name}")
@@ -122,13 +122,15 @@ class DeltaLakeTable:
                 count += new.rows
             stamp = self._partition.stamp(rows.run_id, count)
             landed = self._commit(base, adds, stamp, rows.run_id, withdraw)
-            if landed != frozenset(names):  # another publisher's are there: ours are orphans
+            if landed is None or landed[0] != frozenset(
+                names
+            ):  # another publisher's are there: ours are orphans
                 for name in names:
                     with suppress(OSError, NightshelfError):
                         files.remove_if_there(files.join(self.path, name))
             if landed is None:
                 raise conflict(self.ds, self.surface, self.path)
-            return self._found()
+            return self._found(landed[1])
 
     def restore(self, old: Published, *, withdraw: str | None = None) -> Published:
         """Make an older version's files current again; see `PublishedTable.restore`."""
@@ -149,9 +151,10 @@ class DeltaLakeTable:
             except (DeltaError, OSError, ValueError, StorageError) as err:
                 raise self._gone(old) from err
             stamp = self._partition.stamp(old.run_id, sum(file.rows for file in there))
-            if self._commit(base, adds, stamp, old.run_id, withdraw) is None:
+            landed = self._commit(base, adds, stamp, old.run_id, withdraw)
+            if landed is None:
                 raise conflict(self.ds, self.surface, self.path)
-            return self._found()
+            return self._found(landed[1])
 
     def clear(self, *, withdraw: str | None = None) -> None:
         """See `PublishedTable.clear`."""
@@ -252,8 +255,8 @@ class DeltaLakeTable:
     def _partition(self) -> DeltaPartition:
         return DeltaPartition(self.path, self.ds, self.surface)
 
-    def _found(self) -> Published:
-        found = self.current()
+    def _found(self, table: DeltaTable) -> Published:
+        found = self._partition.current(table)
         if found is None:
             raise conflict(self.ds, self.surface, self.path)
         return found
@@ -287,23 +290,23 @@ class DeltaLakeTable:
         stamp: dict[str, str],
         run_id: str,
         withdraw: str | None,
-    ) -> frozenset[str] | None:
+    ) -> tuple[frozenset[str], DeltaTable] | None:
         """Replace the partition by the files, if it still is what it was in `base`.
 
         Returns:
-            The files that are there now; None when another publisher's are. Those of the same run,
-            whole, are as good as ours.
+            The files that are there now, and the table that has them; None when another publisher's
+            are there. Those of the same run, whole, are as good as ours.
         """
         wanted = frozenset(add.path for add in adds)
 
         @_retried
-        def commit() -> frozenset[str] | None:
+        def commit() -> tuple[frozenset[str], DeltaTable] | None:
             table = DeltaTable(self.path)
             now = self._partition.live(table)
             there = frozenset(file.path for file in now)
             if there != frozenset(file.path for file in base):
                 ours = there == wanted or (run_id and holds(now, run_id))
-                return there if ours else None  # an earlier try may have landed
+                return (there, table) if ours else None  # an earlier try may have landed
             table.create_write_transaction(
                 list(adds),
                 "overwrite",
@@ -316,7 +319,8 @@ class DeltaLakeTable:
                     app_transactions=self._partition.marks(table, run_id, withdraw),
                 ),
             )
-            return wanted
+            table.update_incremental()  # reads what was committed since, not the whole log
+            return wanted, table
 
         return commit()
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as pads
 from deltalake import DeltaTable, Transaction
 
@@ -17,6 +18,7 @@ from pipelines.publish.names import partition_name
 from schemas.runs import Published
 
 _STAMP = "nightshelf."
+_COMMITS = (4, 64, None)  # of the log that are read at first, then, and at last: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +31,22 @@ class DeltaPartition:
 
     def live(self, table: DeltaTable) -> list[LiveFile]:
         """The partition's data files."""
-        return self._by_date(table).get(self.ds, [])
+        return self._by_date(table, self.ds).get(self.ds, [])
 
-    def _by_date(self, table: DeltaTable) -> dict[str, list[LiveFile]]:
+    def _by_date(self, table: DeltaTable, ds: str | None = None) -> dict[str, list[LiveFile]]:
+        """Data files of the surface, of one date or of each."""
         found: dict[str, list[LiveFile]] = {}
-        for row in pa.table(table.get_add_actions(flatten=True)).to_pylist():
-            if row.get("partition.surface") == self.surface:
-                rows, size = row["num_records"] or 0, row["size_bytes"]
-                file = LiveFile(path=row["path"], rows=rows, bytes=size)
-                found.setdefault(str(row["partition.ds"]), []).append(file)
+        adds = pa.table(table.get_add_actions(flatten=True))
+        wanted = {"partition.surface": self.surface, **({"partition.ds": ds} if ds else {})}
+        for name, value in wanted.items():
+            if name not in adds.column_names:  # nothing was ever added
+                return {}
+            # Before there is an object for each: a table has the files of every night.
+            adds = adds.filter(pc.equal(adds[name].cast(pa.string()), value))
+        for row in adds.to_pylist():
+            rows, size = row["num_records"] or 0, row["size_bytes"]
+            file = LiveFile(path=row["path"], rows=rows, bytes=size)
+            found.setdefault(str(row["partition.ds"]), []).append(file)
         return found
 
     def dates(self, table: DeltaTable) -> Iterator[tuple[str, str]]:
@@ -53,10 +62,16 @@ class DeltaPartition:
 
     def _stamps(self, table: DeltaTable) -> Iterator[dict[str, Any]]:
         """Commits that publishes of this partition left, the newest first."""
-        for entry in table.history():
-            mine = (entry.get(f"{_STAMP}ds"), entry.get(f"{_STAMP}surface"))
-            if mine == (self.ds, self.surface) and entry.get(f"{_STAMP}run_id"):
-                yield entry
+        seen = 0
+        for limit in _COMMITS:  # each is a file of the log: a publish asks for its own, the last
+            entries = table.history(limit)
+            for entry in entries[seen:]:
+                mine = (entry.get(f"{_STAMP}ds"), entry.get(f"{_STAMP}surface"))
+                if mine == (self.ds, self.surface) and entry.get(f"{_STAMP}run_id"):
+                    yield entry
+            if limit is not None and len(entries) < limit:
+                return
+            seen = len(entries)
 
     def history(self, table: DeltaTable) -> list[Published]:
         """Publishes that the log still has, the newest first."""

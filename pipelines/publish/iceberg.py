@@ -32,6 +32,7 @@ from pipelines.publish.iceberg_catalog import (
     retried,
     table_for,
 )
+from pipelines.publish.iceberg_commit import OneLook
 from pipelines.publish.iceberg_partition import IcebergPartition, State, data_file, stamped
 from pipelines.publish.lake_files import (
     LiveFile,
@@ -125,14 +126,14 @@ class IcebergTable:
                     written.append(data_file(table, path, new.data, self._ds, self._surface))
             landed = self._commit(catalog, base, written, rows.run_id, count, withdraw)
             mine = {file.file_path for file in written}
-            if landed is None or landed - mine:
+            if landed is None or landed[0] - mine:
                 for path in mine:
                     # Nobody names them; what stays is an orphan.
                     with suppress(OSError, NightshelfError):
                         table.io.delete(path)
             if landed is None:
                 raise conflict(self._ds, self._surface, self._name)
-            return self._found(catalog.load_table(self._name))
+            return self._found(landed[1])
 
     def restore(self, old: Published, *, withdraw: str | None = None) -> Published:
         """Make an older snapshot's files of the partition current; see `PublishedTable.restore`."""
@@ -155,9 +156,10 @@ class IcebergTable:
                 raise self._gone(old) from err
             adds = [task.file for task in there]
             base = self._partition.state(table)
-            if self._commit(catalog, base, adds, old.run_id, rows, withdraw) is None:
+            landed = self._commit(catalog, base, adds, old.run_id, rows, withdraw)
+            if landed is None:
                 raise conflict(self._ds, self._surface, self._name)
-            return self._found(catalog.load_table(self._name))
+            return self._found(landed[1])
 
     def clear(self, *, withdraw: str | None = None) -> None:
         """See `PublishedTable.clear`."""
@@ -288,7 +290,7 @@ class IcebergTable:
         """Note withdrawals without a change of the rows."""
         properties = self._partition.marks(table, run_id, withdraw)
         if properties:
-            with table.transaction() as tx:
+            with OneLook(table) as tx:
                 tx.set_properties(properties)
 
     def _commit(
@@ -299,24 +301,24 @@ class IcebergTable:
         run_id: str,
         rows: int,
         withdraw: str | None,
-    ) -> frozenset[str] | None:
+    ) -> tuple[frozenset[str], Table] | None:
         """Replace the partition by the files, if it still is what it was in `base`.
 
         Returns:
-            The files that are there now; None when another publisher's are. Those of the same run,
-            whole, are as good as ours.
+            The files that are there now, and the table that has them; None when another publisher's
+            are there. Those of the same run, whole, are as good as ours.
         """
         wanted = frozenset(file.file_path for file in adds)
         where, stamp = self._partition.where, self._partition.stamp(run_id, rows)
 
         @retried
-        def commit() -> frozenset[str] | None:
+        def commit() -> tuple[frozenset[str], Table] | None:
             table = catalog.load_table(self._name)
             now = self._partition.state(table)
             if (now.paths, now.last) != (base.paths, base.last):
                 same = run_id and (holds(now.live, run_id) or now.empty_of == run_id)
-                return now.paths if same else None  # an earlier try may have landed
-            tx = table.transaction()
+                return (now.paths, table) if same else None  # an earlier try may have landed
+            tx = OneLook(table)
             # Where there is nothing to delete, it makes files that others add a conflict.
             with tx.update_snapshot(snapshot_properties=stamp).delete() as delete:
                 delete.delete_by_predicate(where)
@@ -326,10 +328,9 @@ class IcebergTable:
             if properties := self._partition.marks(table, run_id, withdraw):
                 tx.set_properties(properties)
             try:
-                tx.commit_transaction()
+                return wanted, tx.commit_transaction()
             except ValidationException:
                 return None
-            return wanted
 
         return commit()
 

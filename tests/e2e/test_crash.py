@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -199,15 +200,34 @@ def test_a_crash_while_publishing_is_completed_by_the_next_run(
     nightshelf_process("run", config)
     want = published(tmp_path)
     partition = tmp_path / PARTITION
-    # As left by a crash between the files and _SUCCESS, with a stranger's file in between.
+    # As left by a crash between the files and _SUCCESS, and by one of another run that had noted
+    # what it was about to write, moved one file in and left a draft of the next.
     (partition / "_SUCCESS").unlink()
     first, *_ = sorted(partition.glob("*.parquet"))
     first.unlink()
-    stale = partition / "part-2026-11-28-home-000000000000-00000.parquet"
-    want.write_parquet(stale)
+    stem = "part-00000002-2026-11-28-home-000000000000"
+    note = tmp_path / f"out.current/{PARTITION.removeprefix('out/')}/00000002-ab.writing.json"
+    note.write_text(json.dumps({"stem": stem}))
+    stale = [partition / f"{stem}-00000.parquet", partition / f".{stem}-00001.parquet.0a1b2c3d.tmp"]
+    for path in stale:
+        want.write_parquet(path)
     nightshelf_process("run", config)
-    assert not stale.exists()
+    assert not any(path.exists() for path in stale)
+    assert (partition / "_SUCCESS").exists()
     assert_frame_equal(published(tmp_path), want)
+
+
+def test_a_strangers_file_in_the_partition_is_refused_and_stays(
+    nightshelf_process, tmp_path, config, trouble
+):
+    nightshelf_process("run", config)
+    stranger = tmp_path / PARTITION / "part-2026-11-28-home-000000000000-00000.parquet"
+    stranger.write_bytes(b"of somebody else")
+    before = sorted(path.name for path in stranger.parent.iterdir())
+    refused = nightshelf_process("run", config, "--set", "engine.seed=3", check=2)
+    assert "files that no publish wrote" in refused.err
+    assert stranger.name in refused.err
+    assert sorted(path.name for path in stranger.parent.iterdir()) == before
 
 
 def test_a_partial_file_of_an_earlier_attempt_is_ignored(

@@ -137,11 +137,18 @@ def test_the_work_folder_may_be_in_the_store(nightshelf, store, config, tmp_path
     assert fs.exists(f"{summary['run_dir']}/metrics.prom")
     assert not fs.glob(f"{bucket}/runs/published/*.lock*"), "the lease ends with the run"
     left = ("--keep", "0", "--older-than-days", "0", "--output", "json")
-    assert nightshelf("gc", config, *remote, *left).json["removed"] == []  # it is published
-    fs.rm(f"{summary['run_dir']}/published.json")
+    assert (
+        nightshelf("gc", config, *remote, "--keep", "0", "--output", "json").json["removed"] == []
+    )
     (removed,) = nightshelf("gc", config, *remote, *left).json["removed"]
-    assert removed["bytes"] > 0
-    assert not fs.exists(f"{summary['run_dir']}/staged")
+    assert (removed["run_id"], removed["bytes"] > 0) == (summary["run_id"], True)
+    assert not fs.exists(f"{summary['run_dir']}/shards")
+    assert fs.exists(f"{summary['run_dir']}/staged"), "readers see this run"
+    nightshelf("run", config, *remote, "--set", "engine.seed=3")
+    gone = [one["run_id"] for one in nightshelf("gc", config, *remote, *left).json["removed"]]
+    assert summary["run_id"] in gone
+    assert not fs.exists(f"{summary['run_dir']}/staged"), "no partition holds it"
+    assert fs.exists(f"{summary['run_dir']}/manifest.json")
 
 
 def test_a_lease_keeps_a_second_run_away_until_it_is_stale(nightshelf, store, config):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 
 import polars as pl
@@ -14,6 +16,14 @@ from polars.testing import assert_frame_equal
 
 from tests.cases.helpers import PARTITION, published
 from tests.factories import write_config, write_inputs
+
+
+def age(folder: Path) -> None:
+    """Nothing was written here for ten days."""
+    old = time.time() - 10 * 86400
+    for path in folder.rglob("*"):
+        os.utime(path, (old, old))
+
 
 NO_JOIN = {
     "inputs__users": "whole",
@@ -217,11 +227,17 @@ def test_gc_keeps_a_copied_table_that_is_the_shards_of_a_run(nightshelf, tmp_pat
     copy.parent.mkdir(parents=True)
     (tmp_path / "whole").rename(copy)
     config = write_config(tmp_path, **{**NO_JOIN, "inputs__users": "runs/tables/users-abc"})
-    nightshelf("run", config)
-    gc = ("gc", config, "--keep", "0", "--older-than-days", "0", "--output", "json")
-    assert nightshelf(*gc).json["removed"] == [], "it is published"
-    assert len(list(copy.iterdir())) == 5
-    nightshelf("run", config, "--set", "engine.seed=3")
-    gone = {one["run_id"] for one in nightshelf(*gc).json["removed"]}
-    assert len(gone) == 1
-    assert not any(name.startswith("tables/") for name in gone), "the present run reads it"
+    first = nightshelf("run", config, "--output", "json").json
+    gc = ("gc", config, "--keep", "0", "--output", "json")
+    assert nightshelf(*gc).json["removed"] == [], "it was published just now"
+    age(Path(first["run_dir"]))
+    age(copy)
+    second = nightshelf("run", config, "--set", "engine.seed=3", "--output", "json").json
+    assert [one["run_id"] for one in nightshelf(*gc).json["removed"]] == [first["run_id"]]
+    assert len(list(copy.iterdir())) == 5, "the present run reads it"
+    age(Path(second["run_dir"]))
+    told = nightshelf(*gc, "--dry-run").json["removed"]
+    assert [one["run_id"] for one in told] == [second["run_id"], "tables/users-abc"]
+    assert nightshelf(*gc).json["removed"] == told
+    assert not copy.exists()
+    assert list(Path(second["run_dir"]).glob("staged/*.parquet")), "readers see this run"

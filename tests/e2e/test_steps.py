@@ -269,16 +269,19 @@ def test_gc_keeps_what_is_published_and_what_it_could_roll_back_to(nightshelf, t
         done = nightshelf("run", config, "--set", f"engine.seed={seed}", "--output", "json").json
         runs.append(Path(done["run_dir"]))
     abandoned = nightshelf("prepare", config, "--set", "engine.seed=9", "--output", "json").json
+    assert nightshelf("gc", config, "--output", "json").json["removed"] == [], "made just now"
     for run in [*runs, abandoned["run_dir"]]:
         age(run)
     want = pl.read_parquet(tmp_path / PARTITION)
     told = nightshelf("gc", config, "--dry-run", "--output", "json").json["removed"]
-    assert {r["run_id"] for r in told} == {runs[0].name, runs[1].name, abandoned["run_id"]}
+    assert {r["run_id"] for r in told} == {*(run.name for run in runs), abandoned["run_id"]}
+    assert all((run / "shards").exists() for run in runs)
     assert all((run / "staged").exists() for run in runs)
     nightshelf("gc", config, "--older-than-days", "30")
     assert all((run / "staged").exists() for run in runs)
     assert runs[0].name in nightshelf("gc", config).out
     assert [(run / "staged").exists() for run in runs] == [False, False, True, True]
+    assert not any((run / "shards").exists() for run in runs), "derived, also of what is published"
     assert all((run / "manifest.json").exists() for run in runs)
     assert_frame_equal(pl.read_parquet(tmp_path / PARTITION), want)
     user = want["user_id"][0]

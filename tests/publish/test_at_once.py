@@ -146,11 +146,11 @@ def test_the_reader_of_a_parquet_table_starts_again_when_it_was_overtaken(tmp_pa
     new = staged_run(config, "b")
     plain, overtaken = files.read_parquet, []
 
-    def slow(path, columns=None):
+    def slow(path, *more, **named):
         if not overtaken and "/out/" in path:
             overtaken.append(path)
             publish_run(*new)
-        return plain(path, columns)
+        return plain(path, *more, **named)
 
     monkeypatch.setattr("pipelines.publish.parquet.files.read_parquet", slow)
     rows = pl.from_arrow(read_current(str(tmp_path / "out"), DS, "home"))

@@ -8,7 +8,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from pipelines import files
-from pipelines.publish import publish_run
+from pipelines.publish import open_table, publish_run
 from pipelines.publish.rollback import rollback
 from schemas.errors import ConfigError, StorageError
 from tests.publish.runs import config_of, expected, publish, read, staged_run
@@ -100,3 +100,31 @@ def test_the_layout_is_the_one_of_the_table_now(tmp_path):
     publish(wide, "b")
     assert rollback(wide).rows == 12
     assert "items" in read(wide).columns
+
+
+def test_the_log_of_a_delta_table_is_read_in_steps_and_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipelines.publish.delta_partition._COMMITS", (2, 3, None))
+    config = config_of(tmp_path, "delta")
+    for name in "abcdef":
+        publish(config, name)
+    runs = [one.run_id.rpartition("-")[2] for one in open_table(config).history()]
+    assert runs == list("fedcba")
+
+
+def test_a_publish_copies_the_snapshots_of_an_iceberg_table_a_few_times(tmp_path, monkeypatch):
+    """However often the library looks at its metadata: a table has a snapshot for each night."""
+    from pipelines.publish import iceberg_commit
+
+    config = config_of(tmp_path, "iceberg")
+    publish(config, "a")
+    made, plain = [], iceberg_commit.update_table_metadata
+
+    def counted(*given):
+        made.append(given)
+        return plain(*given)
+
+    monkeypatch.setattr(iceberg_commit, "update_table_metadata", counted)
+    monkeypatch.setattr("pyiceberg.table.update_table_metadata", counted)
+    publish(config, "b")
+    assert 0 < len(made) <= 4, "one for each change"
+    assert [one.run_id.rpartition("-")[2] for one in open_table(config).history()] == ["b", "a"]

@@ -11,7 +11,7 @@ from polars.testing import assert_frame_equal
 
 from pipelines import files
 from pipelines.publish import publish_run, read_current
-from schemas.errors import ConflictError
+from schemas.errors import AccessError, ConflictError
 from tests.publish.runs import (
     DS,
     config_of,
@@ -73,6 +73,23 @@ def test_the_same_run_published_twice_at_once_is_no_conflict(table_format, tmp_p
     run = staged_run(config, "a")
     publish_while(run, run)
     assert_frame_equal(read(config), expected(run))
+
+
+def test_orphans_that_may_not_be_removed_are_left(tmp_path, monkeypatch):
+    """Writers of a store are not always allowed to remove."""
+    config = config_of(tmp_path, "delta")
+    first, second = staged_run(config, "first"), staged_run(config, "second")
+    kept = []
+
+    def refuse(path):
+        kept.append(path)
+        raise AccessError("a file may not be removed", where=path)
+
+    monkeypatch.setattr("pipelines.publish.delta.files.remove_if_there", refuse)
+    with pytest.raises(ConflictError):
+        publish_while(second, first)
+    assert kept
+    assert_frame_equal(read(config), expected(first))
 
 
 def test_an_emptied_partition_conflicts_too(table_format, tmp_path):

@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 
 from jobs.ending import EXIT_CODE, Terminated, asked_to_end, ends_on_sigterm, no_more_interruptions
-from schemas.errors import NightshelfError, RunError, is_panic
+from schemas.config_file import nothing_read_yet, with_its_line
+from schemas.errors import ConfigError, NightshelfError, RunError, is_panic
 
 
 class Output(StrEnum):
@@ -72,6 +73,7 @@ def guard(
 ) -> None:
     """Run a command; turn what goes wrong into a message and an exit code."""
     said: list[str] = []
+    nothing_read_yet()
 
     def terminated() -> None:
         if said:
@@ -105,6 +107,8 @@ def _guarded(body: Callable[[], None], output: Output, debug: bool, log_format: 
             raise Terminated from err
         known = err if isinstance(err, NightshelfError) else _known(err)
         if known is not None:
+            if isinstance(known, ConfigError):
+                known = with_its_line(known)
             _leave(output, log_format, str(known), known.exit_code, known.as_json())
         message = f"unexpected {type(err).__name__}: {err}. Run with --debug for the stack trace"
         error = {"kind": "unexpected", "exit_code": 1, "message": message}

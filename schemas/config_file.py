@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,11 @@ from schemas.strict_yaml import LARGEST_FILE, Keys, decoded, read_yaml
 
 S = TypeVar("S", bound=BaseModel)
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://|^/|^table:")
+
+
+# Settings are held against tables and folders long after the file was read; who says what was found
+# then asks here where they were written.
+_LAST_READ: ContextVar[Sources | None] = ContextVar("last configuration read", default=None)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,24 @@ class Sources:
     def where_named(self, field: str | None) -> str:
         """The same of `section.field`."""
         return self.where([int(k) if k.isdigit() else k for k in (field or "").split(".")])
+
+
+def nothing_read_yet() -> None:
+    """Another command begins in this process."""
+    _LAST_READ.set(None)
+
+
+def with_its_line(error: ConfigError) -> ConfigError:
+    """The error with the line, or the argument, of the setting that it is about, where it names one
+    of the configuration that was read last.
+    """
+    sources, name = _LAST_READ.get(), error.field or ""
+    if sources is None or name.partition(".")[0] not in RunConfig.model_fields:
+        return error
+    written = sources.where_named(name)
+    if written not in (error.where or ""):
+        error.where = f"{error.where}; {written}" if error.where else written
+    return error
 
 
 def load_config(
@@ -90,7 +114,9 @@ def read_mapping(
     if ds is not None:
         raw["ds"] = ds
         arguments["ds",] = "--ds"
-    return raw, Sources(str(path), document.lines, arguments)
+    sources = Sources(str(path), document.lines, arguments)
+    _LAST_READ.set(sources)
+    return raw, sources
 
 
 def _text_of(file: Path) -> str:

@@ -386,3 +386,36 @@ def test_a_wrong_set_names_the_argument(tmp_path, item, words):
 
 def test_a_wrong_ds_names_the_argument(tmp_path):
     assert refused(tmp_path, BASE, ds="2026-02-30").where == "--ds"
+
+
+# --- lines of what is found later -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "prepare"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("output__path", "users.parquet/below"),
+        ("run__metrics_dir", "users.parquet"),
+        ("output__path", "memory://x"),
+    ],
+)
+def test_a_setting_that_does_not_fit_the_machine_has_its_line(
+    nightshelf, tmp_path, command, key, value
+):
+    write_inputs(tmp_path)
+    config, name = write_config(tmp_path, **{key: value}), key.replace("__", ".")
+    keys = [row.strip().partition(":")[0] for row in config.read_text().splitlines()]
+    line = 1 + keys.index(name.rpartition(".")[2])
+    assert f"{config}:{line}" in nightshelf(command, config, check=2).err
+    fine = write_config(tmp_path)
+    value = value if "://" in value else str(tmp_path / value)
+    said = nightshelf(command, fine, "--set", f"{name}={value}", check=2).err
+    assert f"--set {name}" in said
+
+
+def test_a_command_without_a_configuration_names_none(nightshelf, tmp_path):
+    write_inputs(tmp_path)
+    nightshelf("plan", write_config(tmp_path, output__path="memory://x"), check=2)
+    err = nightshelf("compare", tmp_path / "a", tmp_path / "b", check=None).err
+    assert "run.yaml" not in err

@@ -22,7 +22,7 @@ from pipelines.input_columns import Wanted, read_columns
 from pipelines.profile import published_marker
 from pipelines.records import read_record
 from pipelines.shard_columns import first_users
-from schemas.errors import StorageError
+from schemas.errors import NightshelfError
 from schemas.markers import Marker
 from schemas.runs import InputTable, RunManifest, RunPlan
 from schemas.settings import RunConfig
@@ -166,28 +166,34 @@ def _model_sizes(config: RunConfig) -> tuple[int | None, int | None]:
     return weights, numbers * (2 if config.engine.dtype == "bfloat16" else 4)
 
 
-def _rows_per_second(plan: RunPlan) -> tuple[float | None, str]:
-    """Rows that a device forwards per second, from the latest run of this model here."""
+def _latest_manifest(work_dir: str) -> RunManifest | None:
+    """Of the run that was published last; None where none was."""
     latest: tuple[float, str] | None = None
-    for name in files.list_names(plan.config.run.work_dir):
-        marker = published_marker(files.join(plan.config.run.work_dir, name))
+    for name in files.list_names(work_dir):
+        marker = published_marker(files.join(work_dir, name))
         if files.exists(marker):
             at = read_record(Marker, marker).published_at
             latest = max(latest or (at, name), (at, name))
     if latest is None:
-        return None, "no run to take the speed from"
-    path = files.join(plan.config.run.work_dir, latest[1], "manifest.json")
+        return None
+    return read_record(RunManifest, files.join(work_dir, latest[1], "manifest.json"))
+
+
+def _rows_per_second(plan: RunPlan) -> tuple[float | None, str]:
+    """Rows that a device forwards per second, from the latest run of this model here."""
     try:
-        manifest = read_record(RunManifest, path)
-    except (StorageError, FileNotFoundError) as err:  # an estimate: nothing hangs on it
-        return None, f"the last run's manifest cannot be read: {files.first_line(err)}"
+        manifest = _latest_manifest(plan.config.run.work_dir)
+    except (NightshelfError, FileNotFoundError) as err:  # an estimate: nothing hangs on it
+        return None, f"the records of the last run cannot be read: {files.first_line(err)}"
+    if manifest is None:
+        return None, "no run to take the speed from"
     if manifest.plan.hashes["model"] != plan.hashes["model"]:
         return None, "the last run was of another model"
     seconds = sum(shard.seconds for shard in manifest.shards)
     rows = manifest.counts.rows_forwarded
     if not seconds or not rows:
         return None, "the last run forwarded nothing"
-    return rows / seconds, f"the speed of run {latest[1]}"
+    return rows / seconds, f"the speed of run {manifest.plan.run_id}"
 
 
 def table_bytes(table: InputTable) -> int:

@@ -127,3 +127,18 @@ def test_a_histogram_of_values_that_only_just_differ():
     found = of_numbers(pl.LazyFrame({"x": values}), "x")
     assert found.total == 2
     assert 0.9 < found.edges[0] < 1.0 < found.edges[-1] < 1.1
+
+
+# --- estimates ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["published.json", "manifest.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"format": 99}'])
+def test_an_estimate_hangs_on_no_record(nightshelf, tmp_path, name, content):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path)
+    nightshelf("run", config)
+    assert "by the speed of run" in nightshelf("plan", config).out
+    (path,) = tmp_path.glob(f"runs/2*/{name}")
+    path.write_bytes(content)
+    assert "the records of the last run cannot be read" in nightshelf("plan", config).out

@@ -5,6 +5,7 @@ Named in a config as `tests.failing:table_error`; in processes and in Spark's wo
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class _Failing(FakeBackend):
     def prefill(self, prompts: PackedPrompts, max_nodes: int) -> Any:
         if self._dead or (bool((prompts.token_ids == 33).any()) and self._fails()):
             self._dead = self._error == "broken"
-            raise ERRORS[self._error]
+            raise copy.copy(ERRORS[self._error])  # a shard writes its name into what it raises
         return super().prefill(prompts, max_nodes)
 
     def _fails(self) -> bool:

@@ -22,10 +22,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.backend import PackedPrompts
-from engine.beam_search import beam_search
-from engine.device_trie import to_device
-from engine.sid_trie import SidTrie, build_trie
-from engine.torch_backend import TorchBackend
+from engine.backends.torch import TorchBackend
+from engine.generate.search import beam_search
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import SidTrie, build_trie
 from schemas.semantic_ids import SidSpace
 
 _TEXT, _PROMPT, _K = 100, 60, 20  # ids of plain tokens, tokens of a prompt, results

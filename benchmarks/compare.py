@@ -26,7 +26,7 @@ from benchmarks.report import machine_facts, make_report
 from benchmarks.vllm_client import VLLM, PeerError
 from benchmarks.workload import make_workload
 from engine.backend import Backend
-from engine.registry import create_backend
+from engine.backends.registry import create_backend
 from schemas.settings import EngineSettings
 
 Pipeline = Callable[[argparse.Namespace, Checkpoint], dict[str, Any]]

@@ -34,7 +34,7 @@ done
 trtllm=0
 if "$PYTHON" -c 'import tensorrt_llm' 2>/dev/null; then
   trtllm=1
-  "$PYTHON" -m engine.trtllm_backend.checkup ${MODEL:+"$MODEL"} | tee "$OUT/checkup-trtllm.txt"
+  "$PYTHON" -m engine.backends.trtllm.checks ${MODEL:+"$MODEL"} | tee "$OUT/checkup-trtllm.txt"
   "$PYTHON" -m pytest tests/conformance --backend trtllm -q \
     --junitxml "$OUT/conformance-trtllm.xml" || failed=1
 fi

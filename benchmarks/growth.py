@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     from benchmarks.checkpoint import make_checkpoint
     from benchmarks.report import machine_facts
-    from engine.registry import create_backend
+    from engine.backends.registry import create_backend
     from schemas.settings import EngineSettings
 
     with tempfile.TemporaryDirectory(prefix="nightshelf-bench-") as folder:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.watched import PHASES, Passes, synchronise
-from engine.torch_backend.laid_out import LayOut, Linear
+from engine.backends.torch.prepacked import LayOut, Linear
 
 _BLOCKS = {"cpu": (1024, 2048, 4096, 16_384), "cuda": (16_384, 65_536)}  # columns of the head
 _LAID_OUT_BLOCKS = (2048,)  # the engine's

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from benchmarks.watched import Passes, Watched, synchronise
 from benchmarks.workload import Workload
 from engine.backend import Backend
-from engine.worker import Engine
+from engine.engine import Engine
 from schemas.requests import BatchResult, Ints
 
 

@@ -19,7 +19,7 @@ from benchmarks.vllm_client import PeerError
 from benchmarks.watched import PHASES
 from benchmarks.workload import Workload
 from engine.backend import Backend
-from engine.torch_backend.laid_out import find_lay_out
+from engine.backends.torch.prepacked import find_lay_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

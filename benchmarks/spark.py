@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline import Tables, write_tables
-from jobs.launch_local import LocalLauncher
-from jobs.run import Launcher, plan_path
-from pipelines import files
-from pipelines.plan import plan_run
-from pipelines.prepare import prepare_run
+from jobs.local.processes import LocalLauncher
+from jobs.running.run import Launcher, plan_path
+from pipelines.inputs.prepare import prepare_run
+from pipelines.planning.plan import plan_run
+from pipelines.storage import files
 from schemas.config_file import load_config
 from schemas.runs import RunPlan, Shard
 
@@ -177,8 +177,8 @@ def _torch_engine(folder: Path, hidden: int) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> None:
     """Run it."""
     asked = arguments(argv)
-    from jobs.launch_spark import SparkLauncher
-    from jobs.spark_session import SparkApp
+    from jobs.spark.launch import SparkLauncher
+    from jobs.spark.session import SparkApp
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(

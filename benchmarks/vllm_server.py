@@ -98,7 +98,7 @@ def beams(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
         length_penalty=0.0,
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
-    found = engine.beam_search(prompts, params)
+    found = engine.generate.search(prompts, params)
     length = request["length"]
     return {
         "tokens": [[s.tokens[-length:] for s in one.sequences] for one in found],

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from benchmarks.cases import Case
 from benchmarks.checkpoint import LEVELS, PATTERNS, SOFT_TOKENS, VECTOR, Checkpoint
 from engine.backend import PackedPrompts
-from engine.sid_trie import SidTrie, build_trie
-from engine.tokenizer import CheckpointTokenizer
+from engine.prompts.tokenizer import CheckpointTokenizer
+from engine.trees.sid_trie import SidTrie, build_trie
 from schemas.requests import CandidateSets, Ints, Ragged, UserBatch
 from schemas.semantic_ids import BoundSidSpace
 from schemas.settings import RunConfig

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.backends.fake import fake_log_prob
+from engine.backends.registry import create_backend
 from engine.device import visible_gpus
-from engine.fake_backend import fake_log_prob
-from engine.registry import create_backend
-from engine.sid_trie import SidTrie, build_trie
-from engine.tokenizer import bind_space, load_tokenizer
-from engine.worker import open_engine
+from engine.engine import open_engine
+from engine.prompts.tokenizer import bind_space, load_tokenizer
+from engine.trees.sid_trie import SidTrie, build_trie
 from schemas.checks import Check
 from schemas.errors import NightshelfError
 from schemas.requests import CandidateSets, Ragged, UserBatch
@@ -261,7 +261,7 @@ def run_checks(backend: str, model: str | None, device: str, dtype: str) -> Iter
 
 def _check_trtllm(model: str | None) -> list[Check]:
     """What that backend says of itself."""
-    from engine.trtllm_backend.checkup import checkup
+    from engine.backends.trtllm.checks import checkup
 
     return checkup(model)
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from jobs.launch_local import LocalLauncher
-from jobs.run import Launcher
+from jobs.local.processes import LocalLauncher
+from jobs.running.run import Launcher
 from schemas.settings import RunConfig
 
 
@@ -33,8 +33,8 @@ def open_launcher(name: LauncherName | None, config: RunConfig) -> Iterator[Laun
     if (name or LauncherName(config.run.launcher)) is LauncherName.local:
         yield LocalLauncher()
         return
-    from jobs.launch_spark import SparkLauncher
-    from jobs.spark_session import SparkApp
+    from jobs.spark.launch import SparkLauncher
+    from jobs.spark.session import SparkApp
 
     with SparkApp() as app:
         yield SparkLauncher(app)

@@ -13,8 +13,8 @@ if not __package__ and sys.path[0].rstrip("/").endswith("jobs"):
     # As a script its own folder comes first on the path, where `inspect` is ours and not Python's.
     sys.path[0] = sys.path[0].rstrip("/").removesuffix("jobs") or "."
 
-from jobs.cli import app
-from jobs.ending import end_with_parent
+from jobs.cli.app import app
+from jobs.running.ending import end_with_parent
 
 _WITH_LAUNCHER = ("run", "plan", "prepare", "score", "audit", "publish", "backfill")
 

@@ -39,7 +39,9 @@ class TrtllmSettings(Section):
 class EngineSettings(Section):
     """What runs the model, and how much it may take at once."""
 
-    backend: Name = Field("torch", description="fake | torch | trtllm; see engine/registry.py")
+    backend: Name = Field(
+        "torch", description="fake | torch | trtllm; see engine/backends/registry.py"
+    )
     model: Place | None = Field(
         None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
     )

@@ -269,7 +269,7 @@ class SidBeams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeBeams:
-    """What became of an engine's own beams (engine/native_beams.py). Counts add up over batches."""
+    """What became of an engine's own beams (engine/generate/native_beams.py); counts add up."""
 
     beams: int = 0  # that the engine gave
     incomplete: int = 0  # empty, or shorter or longer than a semantic ID

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from engine.torch_backend import TorchBackend
+from engine.backends.torch import TorchBackend
 from tests import trtllm
 from tests.factories import tiny_model
 
@@ -61,7 +61,7 @@ def double():
 @pytest.fixture
 def start(double, model_folder):
     """Start the TensorRT-LLM backend over the double: `start(multi_item="off", …)`."""
-    from engine.registry import create_backend
+    from engine.backends.registry import create_backend
     from schemas.settings import EngineSettings, TrtllmSettings
 
     open_ones = []
@@ -106,7 +106,7 @@ def nightshelf():
     """Run the command line inside this process: quick; with `run.workers: 0` only."""
     from typer.testing import CliRunner
 
-    from jobs.cli import app
+    from jobs.cli.app import app
 
     def run(*args: str | Path, check: int | None = 0) -> Finished:
         done = CliRunner().invoke(app, [str(a) for a in args])

@@ -41,7 +41,7 @@ def _changes_a_file(event: str, args: tuple[Any, ...]) -> bool:
 
 def main() -> None:
     folder, kill_at, *arguments = sys.argv[1:]
-    from jobs.cli import app
+    from jobs.cli.app import app
 
     _watch(folder, int(kill_at))
     try:

@@ -10,7 +10,7 @@ import pytest
 import typer
 from pydantic import BaseModel
 
-from jobs.cli import app
+from jobs.cli.app import app
 from schemas import errors
 from schemas.config_file import load_config
 from schemas.settings import RunConfig

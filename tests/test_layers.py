@@ -24,10 +24,20 @@ def test_no_package_shadows_airflow():
 
 @pytest.mark.parametrize(
     "module",
-    ["engine.backend", "engine.registry", "engine.packing", "engine.sid_trie", "engine.token_tree",
-     "engine.tokenizer", "engine.prompts", "engine.projector_spec", "engine.device",
-     "engine.checkpoint", "engine.sid_vocabulary"],
-)  # fmt: skip
+    [
+        "engine.backend",
+        "engine.backends.registry",
+        "engine.packing.packs",
+        "engine.trees.sid_trie",
+        "engine.trees.token_tree",
+        "engine.prompts.tokenizer",
+        "engine.prompts.builder",
+        "engine.prompts.projector_spec",
+        "engine.device",
+        "engine.checkpoints.files",
+        "engine.prompts.sid_vocabulary",
+    ],
+)
 def test_what_the_driver_reads_of_the_engine_loads_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
@@ -36,6 +46,6 @@ def test_what_the_driver_reads_of_the_engine_loads_no_torch(module):
 def test_the_command_line_starts_without_what_only_a_step_needs():
     """Heavy libraries wait for the step that needs them; a report's for the report."""
     heavy = {"torch", "transformers", "pyspark", "matplotlib", "jinja2", "selenium"}
-    code = f"import sys, jobs.cli; sys.exit(', '.join({heavy!r} & set(sys.modules)) or 0)"
+    code = f"import sys, jobs.cli.app; sys.exit(', '.join({heavy!r} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config as load_site
 
-from jobs.cli import app
+from jobs.cli.app import app
 from schemas.config_file import load_config
 from schemas.settings import RunConfig, json_schema
 
@@ -84,7 +84,7 @@ def test_the_site_holds_every_page_and_fetches_nothing_from_elsewhere(site):
 def test_no_page_of_the_site_links_out_of_it(site):
     """Links to files of the repository become names: a reader of the site has no repository."""
     page = (site / "performance/index.html").read_text()
-    assert "engine/torch_backend/lean.py" in page
+    assert "engine/backends/torch/fused_layers.py" in page
     assert "../engine" not in page
 
 

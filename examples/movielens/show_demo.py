@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines.metrics import UserTruth, metric_names, user_metrics
+from pipelines.evaluation.metrics import UserTruth, metric_names, user_metrics
 from schemas.requests import Ragged
 
 USERS = ("42", "405", "846")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelines.overlaps import overlapping
-from pipelines.plan import unwritable
+from pipelines.planning.overlaps import overlapping
+from pipelines.planning.plan import unwritable
 from pipelines.preflight.catalog import check_items
 from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.model import check_engine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from pipelines.catalog_check import Problem as CatalogProblem
-from pipelines.catalog_check import check_rows
-from pipelines.items import catalog_path
+from pipelines.catalog.check import Problem as CatalogProblem
+from pipelines.catalog.check import check_rows
+from pipelines.catalog.items import catalog_path
 from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.tables import TableSeen
 from schemas.settings import RunConfig

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from engine.architecture import is_known, read_config
-from engine.packages import missing_packages
-from engine.registry import check_backend
-from engine.tokenizer import check_model, load_tokenizer
-from pipelines.catalog_check import Problem as CatalogProblem
-from pipelines.catalog_check import check_vocabulary
-from pipelines.engine_check import engine_problems, fit_prompt
+from engine.backends.registry import check_backend
+from engine.checkpoints.architecture import is_known, read_config
+from engine.checkpoints.packages import missing_packages
+from engine.prompts.tokenizer import check_model, load_tokenizer
+from pipelines.catalog.check import Problem as CatalogProblem
+from pipelines.catalog.check import check_vocabulary
+from pipelines.planning.engine_check import engine_problems, fit_prompt
 from pipelines.preflight.findings import Findings, Problem
 from schemas.config_problems import ConfigReport
 from schemas.errors import ConfigError, EngineError

@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engine.projector_spec import read_projector_spec
-from engine.prompts import PromptBuilder
-from engine.tokenizer import bind_space, load_tokenizer
+from engine.prompts.builder import PromptBuilder
+from engine.prompts.projector_spec import read_projector_spec
+from engine.prompts.tokenizer import bind_space, load_tokenizer
+from pipelines.inputs.read_batches import texts_of
+from pipelines.inputs.row_rules import ragged
 from pipelines.preflight.findings import Findings, Problem
-from pipelines.read import texts_of
-from pipelines.validate import ragged
 from schemas.errors import NightshelfError
 from schemas.requests import Rejection, UserBatch
 from schemas.settings import RunConfig

@@ -1,7 +1,7 @@
 """Rows that would be set aside, and ids that join nothing, told from the first rows of some files.
 
 Warnings only: a run quarantines such rows and goes on. Users pass the very rules of a run
-(`pipelines.validate`). Memory is bounded by the sample, whatever the tables hold.
+(`pipelines.inputs.row_rules`). Memory is bounded by the sample, whatever the tables hold.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.input_columns import Piece, Wanted, read_columns, scan_columns
+from pipelines.inputs.row_rules import UserCheck
+from pipelines.inputs.shard_columns import first_users
+from pipelines.inputs.users_once import check_users_once
 from pipelines.preflight.findings import Findings, Problem
 from pipelines.preflight.prompts import check_prompts
 from pipelines.preflight.table_hints import warn_of_days, warn_of_ready_prompts
 from pipelines.preflight.tables import TableSeen, TablesSeen
-from pipelines.shard_columns import first_users
-from pipelines.users_once import check_users_once
-from pipelines.validate import UserCheck
+from pipelines.sources.input_columns import Piece, Wanted, read_columns, scan_columns
 from schemas.column_types import is_empty, is_list
 from schemas.errors import ConfigError, InputError, TableError
 from schemas.runs import RunPlan

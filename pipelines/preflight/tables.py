@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pipelines.eligibility import check_types
-from pipelines.one_type import OneType
-from pipelines.plan import (
+from pipelines.inputs.eligibility import check_types
+from pipelines.inputs.segment_count import check_segment_count
+from pipelines.planning.plan import (
     check_id_types,
     check_segments,
     check_shape,
@@ -21,7 +21,7 @@ from pipelines.plan import (
     vector_dim,
 )
 from pipelines.preflight.findings import Findings, Problem
-from pipelines.segment_count import check_segment_count
+from pipelines.sources.one_type import OneType
 from schemas.column_types import ID, ID_LIST, is_empty
 from schemas.config_problems import ConfigReport
 from schemas.eligibility import attributes, user_columns

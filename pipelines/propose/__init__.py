@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from engine.projector_spec import read_projector_spec
-from engine.sid_vocabulary import model_facts, read_vocabulary
-from engine.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
-from pipelines import files, input_files
-from pipelines.catalog_readers import list_catalog
+from engine.prompts.projector_spec import read_projector_spec
+from engine.prompts.sid_vocabulary import model_facts, read_vocabulary
+from engine.prompts.tokenizer import ByteTokenizer, CheckpointTokenizer, Tokenizer
+from pipelines.catalog.readers import list_catalog
 from pipelines.propose.config import Found, config_text
 from pipelines.propose.dates import Sources, date_of, latest_day
 from pipelines.propose.sids import SidGuess, guess_sids, plain_ids
@@ -23,7 +22,9 @@ from pipelines.propose.tables import (
     guess_text_column,
     guess_users,
 )
+from pipelines.sources import input_files
 from pipelines.sources.listing import list_path
+from pipelines.storage import files
 from schemas.column_types import ID
 from schemas.errors import ConfigError, TableError
 from schemas.tables import CATALOG, Column, TableContract, id_type

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.projector_spec import ProjectorSpec
-from engine.sid_vocabulary import Vocabulary
+from engine.prompts.projector_spec import ProjectorSpec
+from engine.prompts.sid_vocabulary import Vocabulary
 from pipelines.propose.sids import SidGuess
 from pipelines.propose.tables import UsersGuess
 from schemas.tables import CandidateShape

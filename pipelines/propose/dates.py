@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from pipelines import files
+from pipelines.storage import files
 
 _DATE = re.compile(r"(?<![0-9])(\d{4}-\d{2}-\d{2})(?![0-9])")
 _DAY = re.compile(r"[A-Za-z_]*=?\d{4}-\d{2}-\d{2}")  # ds=2026-11-28, dt=…, or the date alone

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from engine.sid_vocabulary import Vocabulary, split_code
-from pipelines import files
-from pipelines.catalog import split_texts
-from pipelines.catalog_readers import read_file
+from engine.prompts.sid_vocabulary import Vocabulary, split_code
+from pipelines.catalog.build import split_texts
+from pipelines.catalog.readers import read_file
+from pipelines.storage import files
 from schemas.column_types import ID, SID, is_list
 from schemas.errors import CatalogError, quoted
 from schemas.semantic_ids import CODE_FIELD, BoundSidSpace, SidSpace

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines import input_files
-from pipelines.catalog_readers import layout_of
+from pipelines.catalog.readers import layout_of
+from pipelines.sources import input_files
 from schemas.column_types import ID, ID_LIST, INT_LIST, SCALAR, TEXT, VECTOR, type_words
 from schemas.errors import TableError
 from schemas.tables import (

@@ -10,11 +10,11 @@ from typing import get_args
 
 import pyarrow as pa
 
-from pipelines import files
 from pipelines.publish.names import NULL_PARTITION
 from pipelines.publish.parquet import ParquetTable, read_current
 from pipelines.publish.rows import RunRows, published_schema
 from pipelines.publish.table import PublishedTable
+from pipelines.storage import files
 from schemas.errors import ConfigError, WithdrawnError, quoted
 from schemas.runs import Published, RunPlan, ShardReceipt
 from schemas.settings import RunConfig
@@ -152,7 +152,7 @@ def _embedding_width(config: RunConfig) -> int | None:
     if config.task.embed is None:
         return None
     if config.engine.backend == "fake":
-        from engine.fake_backend import EMBEDDING_WIDTH  # loads torch
+        from engine.backends.fake import EMBEDDING_WIDTH  # loads torch
 
         return EMBEDDING_WIDTH
     try:

@@ -21,7 +21,6 @@ from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction
 from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from pipelines import files
 from pipelines.publish import lake_files
 from pipelines.publish.columns import check_width, missing_columns
 from pipelines.publish.delta_features import check_features, statistics
@@ -40,6 +39,7 @@ from pipelines.publish.lake_files import (
 from pipelines.publish.places import check_new_table, check_no_links, wait_for
 from pipelines.publish.pointer import conflict
 from pipelines.publish.rows import Rows, as_lists, fitted, with_partition
+from pipelines.storage import files
 from schemas.errors import ConfigError, NightshelfError, StorageError, quoted
 from schemas.runs import Published
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
 
-from pipelines import files
+from pipelines.storage import files
 from schemas.errors import ConfigError, NightshelfError, StorageError, is_panic, quoted
 
 _LACKING = re.compile(r"(?i)unsupported|schema error|protocol|feature|column mapping")

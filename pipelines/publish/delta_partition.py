@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 from deltalake import DeltaTable, Transaction
 
-from pipelines import files
 from pipelines.publish.lake_files import LiveFile, whole
 from pipelines.publish.names import partition_name
+from pipelines.storage import files
 from schemas.runs import Published
 
 _STAMP = "nightshelf."

@@ -32,9 +32,9 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from pipelines import files
 from pipelines.publish.columns import missing_columns
 from pipelines.publish.places import check_new_table, wait_for
+from pipelines.storage import files
 from schemas.errors import ConfigError, quoted
 from schemas.settings import OutputSettings
 

@@ -21,10 +21,10 @@ from pyiceberg.table import FileScanTask, Table
 from pyiceberg.table.snapshots import Operation, Snapshot, ancestors_of
 from pyiceberg.typedef import Record
 
-from pipelines import files
 from pipelines.publish.iceberg_catalog import PROPERTIES
 from pipelines.publish.lake_files import LiveFile, whole
 from pipelines.publish.names import partition_name
+from pipelines.storage import files
 from schemas.runs import Published
 
 _STAMP = "nightshelf."

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines import files
 from pipelines.publish.rows import Rows, encoded
+from pipelines.storage import files
 from schemas.errors import StorageError, quoted
 
 Encoding = Callable[[pa.Table], pa.Table]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from urllib.parse import quote, unquote
 
-from pipelines import files
-from pipelines.profile import table_key
+from pipelines.shards.profile import table_key
+from pipelines.storage import files
 from schemas.runs import RunPlan
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # what Hive, Spark and pyarrow read as null

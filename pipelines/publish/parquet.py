@@ -27,7 +27,6 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines import files
 from pipelines.publish import pointer as pointers
 from pipelines.publish.lake_files import REPAIR, decoded, verified
 from pipelines.publish.names import date_of, pointer_root
@@ -37,6 +36,7 @@ from pipelines.publish.partition_folder import PartitionFolder
 from pipelines.publish.places import check_create, check_no_lake
 from pipelines.publish.pointer import PointedFile, Pointer
 from pipelines.publish.rows import Rows, encoded
+from pipelines.storage import files
 from schemas.errors import AccessError, ConfigError, ConflictError, StorageError, quoted
 from schemas.runs import Published
 

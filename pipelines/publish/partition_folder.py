@@ -9,9 +9,9 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipelines import files
 from pipelines.publish import pointer as pointers
 from pipelines.publish.pointer import Pointer
+from pipelines.storage import files
 from schemas.errors import ConfigError, StorageError
 
 SUCCESS = "_SUCCESS"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from pipelines import files
 from pipelines.publish.names import pointer_root
+from pipelines.storage import files
 from schemas.errors import ConfigError, quoted
 
 Found = TypeVar("Found")

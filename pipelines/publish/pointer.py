@@ -16,8 +16,8 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipelines import files
 from pipelines.publish.names import partition_name, pointer_root
+from pipelines.storage import files
 from schemas.errors import ConflictError, RecordError, StorageError
 from schemas.records import Stored
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from pipelines import files
-from pipelines.prepared import shards_of
-from pipelines.profile import published_marker, table_key
+from pipelines.inputs.prepared import shards_of
 from pipelines.publish import open_table
 from pipelines.publish.lake_files import check_rows
 from pipelines.publish.rows import RunRows
 from pipelines.publish.table import PublishedTable
-from pipelines.records import read_record
-from pipelines.run_shard import load_receipt
+from pipelines.shards.profile import published_marker, table_key
+from pipelines.shards.run_shard import load_receipt
+from pipelines.storage import files
+from pipelines.storage.records import read_record
 from schemas.errors import ConfigError, ConflictError, StorageError, quoted
 from schemas.markers import Marker
 from schemas.runs import Published, RunManifest, RunPlan

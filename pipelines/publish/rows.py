@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines import files
-from pipelines.files import Written
+from pipelines.storage import files
+from pipelines.storage.files import Written
 from schemas.runs import RunPlan, ShardReceipt, StagedFile
 from schemas.settings import RunConfig
 from schemas.tables import IdType, embeddings_schema, recommendations_schema

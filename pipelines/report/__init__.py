@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from pipelines import files
 from pipelines.report.charts import draw_charts
 from pipelines.report.examples import choose_examples
 from pipelines.report.figures import measure
 from pipelines.report.page import render
 from pipelines.report.staged import open_staged
+from pipelines.storage import files
 from schemas.errors import StorageError
 from schemas.runs import RunManifest, RunPlan
 

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from pipelines import files, input_files
-from pipelines.items import open_items, titles
-from pipelines.prepare import shard_of
-from pipelines.prepared import shards_of
-from pipelines.profile import load_sample, user_hashes
+from pipelines.catalog.items import open_items, titles
+from pipelines.inputs.prepare import shard_of
+from pipelines.inputs.prepared import shards_of
+from pipelines.inputs.shard_columns import id_dtype
 from pipelines.report.staged import Staged
-from pipelines.shard_columns import id_dtype
+from pipelines.shards.profile import load_sample, user_hashes
+from pipelines.sources import input_files
+from pipelines.storage import files
 from schemas.errors import ConfigError, quoted
 from schemas.runs import RunManifest, RunPlan, Shard
 

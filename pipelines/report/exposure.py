@@ -20,7 +20,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pipelines.items import open_items, titles
+from pipelines.catalog.items import open_items, titles
 from schemas.runs import RunPlan
 
 _SHOWN = 10

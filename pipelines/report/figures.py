@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from pipelines import files
-from pipelines.profile import load_sample, overlaps
 from pipelines.report.distributions import (
     Distribution,
     in_bars,
@@ -21,6 +19,8 @@ from pipelines.report.distributions import (
 )
 from pipelines.report.exposure import Exposure, measure_exposure
 from pipelines.report.staged import Staged
+from pipelines.shards.profile import load_sample, overlaps
+from pipelines.storage import files
 from schemas.runs import RunManifest
 
 _SAMPLES = 3  # rows of the quarantine that are shown of each rule

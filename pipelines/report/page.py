@@ -19,13 +19,13 @@ import yaml
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from pipelines import files
-from pipelines.catalog import is_saved
-from pipelines.items import catalog_dir
+from pipelines.catalog.build import is_saved
+from pipelines.catalog.items import catalog_dir
 from pipelines.report.charts import Chart
 from pipelines.report.examples import Examples, shortened
 from pipelines.report.figures import Figures
-from pipelines.report.tell import Told, tell
+from pipelines.report.sentences import Told, tell
+from pipelines.storage import files
 from schemas.runs import RunManifest
 
 _CUT = 200  # characters of a text of a table

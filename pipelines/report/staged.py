@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 
 import polars as pl
 
-from pipelines import files
+from pipelines.storage import files
 from schemas.errors import StorageError
 from schemas.runs import RunManifest, StagedKind
 

@@ -17,8 +17,8 @@ import re
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pipelines import files
 from pipelines.sources.parts import Part, TableParts, file_identity
+from pipelines.storage import files
 from schemas.errors import RunError, StorageError
 
 _DONE = "_done"

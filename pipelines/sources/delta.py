@@ -13,8 +13,8 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from pipelines.files import filesystem, first_line
 from pipelines.sources.parts import Part, TableParts, file_rows, file_schema
+from pipelines.storage.files import filesystem, first_line
 from schemas.errors import TableError, is_panic, quoted
 
 _NAMES = "delta.columnMapping.physicalName"

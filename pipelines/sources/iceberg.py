@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from pipelines import files
 from pipelines.sources.marks import is_snapshot
 from pipelines.sources.parts import Part, TableParts, file_schema
+from pipelines.storage import files
 from schemas.errors import NightshelfError, TableError, is_panic, quoted
 from schemas.input_tables import IcebergInput
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from pipelines.files import filesystem, retried
 from pipelines.sources.marks import LoggedTable, table_around, table_at, table_of_file
+from pipelines.storage.files import filesystem, retried
 from schemas.errors import ConfigError, TableError
 
 _MAGIC = re.compile(r"[*?\[]")

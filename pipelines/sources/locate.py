@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from pipelines import files
 from pipelines.sources.copies import copy_parts
 from pipelines.sources.delta import read_delta
 from pipelines.sources.hive import NULL, folder_columns, with_folder_columns
@@ -16,6 +15,7 @@ from pipelines.sources.iceberg import read_iceberg
 from pipelines.sources.listing import Listing, list_path
 from pipelines.sources.parts import TableParts
 from pipelines.sources.wanted import columns_of
+from pipelines.storage import files
 from schemas.errors import ConfigError, StorageError, TableError
 from schemas.input_tables import DeltaInput, FolderInput, IcebergInput, Source
 from schemas.settings import RunConfig

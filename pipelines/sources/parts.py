@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.files import filesystem, first_line, is_damage, retried
-from pipelines.parquet_leaves import leaves, says_encrypted
+from pipelines.sources.parquet_leaves import leaves, says_encrypted
+from pipelines.storage.files import filesystem, first_line, is_damage, retried
 from schemas.errors import TableError
 
 _BATCH_ROWS = 16_384

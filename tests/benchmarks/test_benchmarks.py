@@ -24,9 +24,9 @@ from benchmarks.table import show
 from benchmarks.vllm_client import VLLM, PeerError
 from benchmarks.watched import Passes
 from benchmarks.workload import make_workload
-from engine.torch_backend import TorchBackend
-from engine.torch_backend.laid_out import plain
-from jobs.bench_cli import BENCH_CONTEXT, bench
+from engine.backends.torch import TorchBackend
+from engine.backends.torch.prepacked import plain
+from jobs.cli.bench import BENCH_CONTEXT, bench
 
 TINY = [
     "--model", "tiny", "--dtype", "float32", "--device", "cpu", "--no-pipeline", "--layers", "1",

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.backend import Backend, PackedPrompts
-from engine.beam_search import Beams, beam_search
-from engine.device_trie import DeviceTrie, to_device
-from engine.item_scoring import score_items
-from engine.sid_trie import SidTrie, build_trie
-from engine.token_tree import build_token_tree
+from engine.generate.search import Beams, beam_search
+from engine.scoring.items import score_items
+from engine.trees.device_trie import DeviceTrie, to_device
+from engine.trees.sid_trie import SidTrie, build_trie
+from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
 from tests.factories import SIZES, bound_space, write_config
 

@@ -14,9 +14,9 @@ import torch
 from polars.testing import assert_frame_equal
 from transformers import Qwen3ForCausalLM
 
-from engine.exclusions import dead_nodes
-from engine.fake_backend import FakeBackend
-from engine.torch_backend import TorchBackend
+from engine.backends.fake import FakeBackend
+from engine.backends.torch import TorchBackend
+from engine.trees.exclusions import dead_nodes
 from schemas.requests import Ragged
 from tests.cases.backends import BlockedBackend, FlatBackend
 from tests.cases.helpers import (

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from engine.backend import Norm, Targets, TokenColumns
-from engine.torch_backend.head import Head
+from engine.backends.torch.head import Head
 from tests.cases.helpers import OpRecorder, index_of, pack, score, search
 from tests.factories import SIZES
 

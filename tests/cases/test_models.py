@@ -36,7 +36,7 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from engine.torch_backend import TorchBackend
+from engine.backends.torch import TorchBackend
 from schemas.errors import EngineError
 from tests.cases.helpers import (
     CPU,

@@ -11,9 +11,9 @@ import pytest
 from polars.testing import assert_frame_equal
 from tokenizers import AddedToken, Tokenizer, models, processors
 
-from engine.prompts import PromptBuilder
-from engine.tokenizer import CheckpointTokenizer
-from pipelines.catalog import read_text_catalog
+from engine.prompts.builder import PromptBuilder
+from engine.prompts.tokenizer import CheckpointTokenizer
+from pipelines.catalog.build import read_text_catalog
 from schemas.requests import Ragged, UserBatch
 from schemas.settings import PromptSettings, TextSettings
 from tests.cases.helpers import (

@@ -14,7 +14,8 @@ import pytest
 from fsspec import AbstractFileSystem
 from polars.testing import assert_frame_equal
 
-from pipelines import files, input_files
+from pipelines.sources import input_files
+from pipelines.storage import files
 from tests.cases.helpers import PARTITION, published
 from tests.factories import write_config, write_inputs
 

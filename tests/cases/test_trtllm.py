@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.beam_search import beam_search
-from engine.native_beams import search_natively
+from engine.generate.native_beams import search_natively
+from engine.generate.search import beam_search
 from schemas.errors import ShardFailedError
 from tests.cases.helpers import index_of, pack, score, search
 from tests.engine.oracle import Oracle

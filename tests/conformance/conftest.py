@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.backend import Backend
-from engine.registry import create_backend
+from engine.backends.registry import create_backend
 from schemas.errors import EngineError
 from schemas.settings import EngineSettings
 from tests import trtllm

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from engine.backend import PackedPrompts, TokenColumns
-from engine.beam_search import beam_search
-from engine.device_trie import to_device
-from engine.exclusions import dead_nodes
-from engine.item_scoring import score_in_parts, score_items
-from engine.label_scoring import label_items
-from engine.native_beams import NativeBackend, search_natively
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree
+from engine.generate.native_beams import NativeBackend, search_natively
+from engine.generate.search import beam_search
+from engine.scoring.items import score_in_parts, score_items
+from engine.scoring.labels import label_items
+from engine.trees.device_trie import to_device
+from engine.trees.exclusions import dead_nodes
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
 from schemas.semantic_ids import TextTokens
 from tests.engine.oracle import Oracle

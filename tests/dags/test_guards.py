@@ -19,7 +19,7 @@ DAG_FILES = sorted((ROOT / "airflow/dags").glob("*.py"))
 PARSES = """
 import json, sys
 import typer
-from jobs.cli import app
+from jobs.cli.app import app
 command = typer.main.get_command(app)
 for words in json.loads(sys.argv[1]):
     context = command.commands[words[0]].make_context(words[0], list(words[1:]))

@@ -69,7 +69,7 @@ def run_fake(run: Callable[..., object], folder: Path, name: str) -> pl.DataFram
 def _write() -> None:
     from typer.testing import CliRunner
 
-    from jobs.cli import app
+    from jobs.cli.app import app
 
     def run(*args: object) -> None:
         done = CliRunner().invoke(app, [str(a) for a in args])

@@ -299,7 +299,7 @@ def test_a_column_of_durations_is_no_slot(nightshelf, tmp_path):
 
 
 def test_too_many_segments_are_refused_before_memory_is_gone(nightshelf, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.eligibility._MOST_CELLS", 5 * 60)
+    monkeypatch.setattr("pipelines.inputs.eligibility._MOST_CELLS", 5 * 60)
     tables = write_inputs(tmp_path)
     write(tmp_path, "catalog", with_column(tables["catalog"], "price", list(range(60))))
     users = tables["users"]

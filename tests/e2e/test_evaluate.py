@@ -429,7 +429,7 @@ def test_a_column_of_too_many_values_is_refused(nightshelf, tmp_path, ran, monke
     names = [f"u{n:03d}" for n in range(40)]
     write_truth(tmp_path, names, [f"i{n:03d}" for n in range(60)])
     assert len(evaluate(nightshelf, ran, tmp_path, "--by", "user_id").json["segments"]) == 40
-    monkeypatch.setattr("pipelines.evaluate._MOST_SEGMENTS", 39)
+    monkeypatch.setattr("pipelines.evaluation.evaluate._MOST_SEGMENTS", 39)
     err = evaluate(nightshelf, ran, tmp_path, "--by", "user_id", check=2).err
     assert "--by user_id has too many values: expected at most 39 with 60 items" in err
 

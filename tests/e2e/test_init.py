@@ -14,7 +14,7 @@ import pytest
 import yaml
 from tokenizers import AddedToken, Tokenizer, models
 
-from engine.sid_vocabulary import Family, Vocabulary, read_vocabulary, split_code
+from engine.prompts.sid_vocabulary import Family, Vocabulary, read_vocabulary, split_code
 from tests.cases.helpers import write_projector
 from tests.factories import SIZES, random_codes, tiny_model, write_inputs
 

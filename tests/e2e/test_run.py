@@ -170,7 +170,7 @@ def test_beams_that_step_in_parts_give_the_same_rows(nightshelf, tmp_path, monke
     nightshelf("run", config)
     want = published(tmp_path)
     assert want["exact"].all()
-    monkeypatch.setattr("engine.widening._MAX_SLOTS", 50)
+    monkeypatch.setattr("engine.generate.widening._MAX_SLOTS", 50)
     nightshelf("run", config, "--set", f"run.work_dir={tmp_path / 'other'}")
     assert_frame_equal(published(tmp_path).drop("run_id"), want.drop("run_id"))
 
@@ -219,8 +219,8 @@ def test_each_user_may_have_a_k_of_its_own(nightshelf, tmp_path):
 def test_a_second_run_of_the_same_partition_waits_its_turn(nightshelf, tmp_path):
     from filelock import FileLock
 
-    from jobs.run_lock import lock_path
-    from pipelines.plan import plan_run
+    from jobs.running.run_lock import lock_path
+    from pipelines.planning.plan import plan_run
     from schemas.config_file import load_config
 
     write_inputs(tmp_path)
@@ -260,7 +260,8 @@ def test_the_command_line_and_lower_layers_load_no_torch():
     import sys
 
     code = (
-        "import sys, schemas, pipelines.run_shard, pipelines.audit, pipelines.publish, jobs.cli; "
+        "import sys, schemas, pipelines.shards.run_shard, pipelines.auditing.audit; "
+        "import pipelines.publish, jobs.cli.app; "
         "heavy = {'torch', 'transformers', 'pyspark', 'airflow.sdk'} & set(sys.modules); "
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )

@@ -155,9 +155,9 @@ def test_a_lease_keeps_a_second_run_away_until_it_is_stale(nightshelf, store, co
     """An object store has no locks that go with their process."""
     import json
 
-    from jobs.run_lock import lock_path
-    from pipelines import files
-    from pipelines.plan import plan_run
+    from jobs.running.run_lock import lock_path
+    from pipelines.planning.plan import plan_run
+    from pipelines.storage import files
     from schemas.config_file import load_config
 
     _, bucket = store
@@ -177,8 +177,8 @@ def test_of_two_that_find_a_lease_stale_one_gets_it(store):
     """Each number is created once; and nobody renews or removes what is another's."""
     import json
 
-    from jobs.run_lock import _Lease
-    from pipelines import files
+    from jobs.running.run_lock import _Lease
+    from pipelines.storage import files
 
     fs, bucket = store
     path = f"s3://{bucket}/runs/published/x.lock"

@@ -168,15 +168,15 @@ def test_at_any_moment_of_a_run(nightshelf, tmp_path):
 
 STUCK = """
 import ctypes, typer
-from jobs.options import Output, guard
+from jobs.cli.options import Output, guard
 def body():
     print("here", flush=True)
     ctypes.CDLL(None).system(b"exec sleep 600 >/dev/null 2>&1")
 app = typer.Typer()
 @app.command()
 def main():
-    import jobs.ending
-    jobs.ending.GRACE_S = GRACE
+    import jobs.running.ending
+    jobs.running.ending.GRACE_S = GRACE
     guard(body, Output.json, False)
 app()
 """

@@ -374,7 +374,7 @@ def test_metrics_of_a_run_are_there_for_prometheus(nightshelf, tmp_path):
 @pytest.mark.parametrize("layout", ["long", "wide"])
 @pytest.mark.parametrize("form", ["jsonl", "arrow"])
 def test_an_export_has_every_user_once_in_the_file_of_its_hash(nightshelf, tmp_path, form, layout):
-    from pipelines.prepare import shard_of
+    from pipelines.inputs.prepare import shard_of
 
     write_inputs(tmp_path)
     config = write_config(tmp_path)
@@ -424,9 +424,9 @@ def test_a_catalog_that_was_not_told_leaves_a_published_run_published(
     """
     from rich.console import Console
 
-    from jobs.launch_local import LocalLauncher
-    from jobs.progress import LineProgress
-    from jobs.run import load_manifest, run_job
+    from jobs.cli.progress import LineProgress
+    from jobs.local.processes import LocalLauncher
+    from jobs.running.run import load_manifest, run_job
     from schemas.config_file import load_config
 
     class Deaf(LocalLauncher):

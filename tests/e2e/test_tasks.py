@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from polars.testing import assert_frame_equal
 
-from engine.fake_backend import EMBEDDING_WIDTH, fake_log_prob
+from engine.backends.fake import EMBEDDING_WIDTH, fake_log_prob
 from tests.cases.helpers import published, staged, torch_config, with_column, write
 from tests.engine.oracle import Oracle
 from tests.factories import TOKENS, bound_space, random_codes, write_config, write_inputs
@@ -64,7 +64,7 @@ def test_text_candidates_are_scored_by_their_tokens(nightshelf, tmp_path, length
 
 def test_text_candidates_of_a_model_score_as_the_oracle(nightshelf, tmp_path, model_folder):
     """The tokenizer of a checkpoint, prompts and texts joined without anything between them."""
-    from engine.sid_trie import build_trie
+    from engine.trees.sid_trie import build_trie
     from schemas.semantic_ids import TextTokens
 
     tables = write_inputs(tmp_path, num_users=4)
@@ -243,7 +243,7 @@ def test_embeddings_of_prompts_are_a_table(nightshelf, tmp_path, model_folder, p
     assert rows["user_id"].to_list() == tables["users"]["user_id"].to_pylist()
     vectors = rows["embedding"].to_numpy()
     assert vectors.shape == (25, 32)
-    from engine.sid_trie import build_trie
+    from engine.trees.sid_trie import build_trie
     from tests.factories import bound_space
 
     codes = np.asarray(tables["catalog"]["sid"].to_pylist(), dtype=np.int32)
@@ -357,19 +357,19 @@ def manifest_counts(summary):
 
 
 def test_a_shared_sets_tree_is_built_once(nightshelf, tmp_path, monkeypatch):
-    import engine.candidate_trees
+    import engine.trees.candidate_trees
 
     tables = write_inputs(tmp_path)
     write(tmp_path, "candidates", {"item_id": tables["catalog"]["item_id"].to_pylist()})
     sizes = []
-    build = engine.candidate_trees.build_token_tree
+    build = engine.trees.candidate_trees.build_token_tree
 
     def counted(trie, candidates, **options):
         sizes.append(candidates.num_rows)
         return build(trie, candidates, **options)
 
-    monkeypatch.setattr("engine.candidate_trees.build_token_tree", counted)
-    monkeypatch.setattr("engine.item_scoring.build_token_tree", counted)
+    monkeypatch.setattr("engine.trees.candidate_trees.build_token_tree", counted)
+    monkeypatch.setattr("engine.scoring.items.build_token_tree", counted)
     config = write_config(tmp_path, task={"k": 5, "score": {}}, engine__max_batch_users=3)
     summary = nightshelf("run", config, "--output", "json").json
     assert summary["shards"] == 4

@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from jobs.cli import app
-from jobs.progress import TerminalProgress
+from jobs.cli.app import app
+from jobs.cli.progress import TerminalProgress
 from tests.factories import write_config, write_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -188,7 +188,7 @@ def test_the_list_of_commands_fits_in_one_line_each_and_in_panels(nightshelf):
         top = COMMAND.commands[name]
         assert top.rich_help_panel, name
         if name != "bench":
-            assert top.rich_help_panel != "More", f"jobs/help_pages.py has no place for {name}"
+            assert top.rich_help_panel != "More", f"jobs/cli/help_pages.py has no place for {name}"
         assert command.help
     for panel in ("Set up and check", "Run", "Look and judge", "Published tables"):
         assert f"─ {panel} ─" in page
@@ -229,7 +229,7 @@ def test_completion_knows_commands_and_options(shell):
         "fish": {"_TYPER_COMPLETE_ARGS": "nightshelf rep", "_TYPER_COMPLETE_FISH_ACTION":
                  "get-args"},
     }[shell]  # fmt: skip
-    code = "from jobs.cli import main; main()"
+    code = "from jobs.cli.app import main; main()"
     env = environment(_NIGHTSHELF_COMPLETE=f"complete_{shell}", **typed)
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert "report" in done.stdout, done.stderr
@@ -237,7 +237,7 @@ def test_completion_knows_commands_and_options(shell):
 
 
 def test_the_script_for_a_shell_can_be_shown():
-    code = "from jobs.cli import main; main()"
+    code = "from jobs.cli.app import main; main()"
     env = environment(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     command = [sys.executable, "-c", code, "--show-completion", "bash"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -14,7 +14,7 @@ import polars as pl
 import pytest
 import yaml
 
-from jobs.launch_local import _groups
+from jobs.local.processes import _groups
 from schemas.config_file import load_config
 from schemas.errors import EngineError
 from tests import trtllm

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from jobs.cli import app
+from jobs.cli.app import app
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.torch_backend import TorchBackend
-from engine.torch_backend.head import Head
-from engine.torch_backend.model import head_of
+from engine.backends.torch import TorchBackend
+from engine.backends.torch.head import Head
+from engine.backends.torch.model import head_of
 
 CUDA = torch.device("cuda", 0)
 _ops: Any = torch.ops.aten

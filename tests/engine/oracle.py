@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.sid_trie import SidTrie
+from engine.trees.sid_trie import SidTrie
 from schemas.semantic_ids import ItemTokens
 
 

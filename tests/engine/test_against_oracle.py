@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.beam_search import beam_search
-from engine.device_trie import to_device
-from engine.exclusions import dead_nodes
-from engine.item_scoring import score_items
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree
+from engine.generate.search import beam_search
+from engine.scoring.items import score_items
+from engine.trees.device_trie import to_device
+from engine.trees.exclusions import dead_nodes
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
 from tests.engine.oracle import Oracle
 from tests.factories import SIZES, bound_space, prompts_of, random_codes, random_prompts

@@ -12,15 +12,15 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from engine.backend import TokenColumns
-from engine.beam_search import beam_search
-from engine.beam_step import SegmentMask
-from engine.device_trie import to_device
-from engine.item_scoring import score_in_parts
-from engine.label_scoring import label_items
-from engine.sid_trie import build_trie
-from engine.torch_backend import TorchBackend, compiled, varlen
-from engine.torch_backend.lean import Steps, use_lean_layers
-from engine.torch_backend.varlen import Kernels, combine, find_flash, library_flash, plain, right
+from engine.backends.torch import TorchBackend, compiled, varlen
+from engine.backends.torch.fused_layers import Steps, use_lean_layers
+from engine.backends.torch.varlen import Kernels, combine, find_flash, library_flash, plain, right
+from engine.generate.beam_step import SegmentMask
+from engine.generate.search import beam_search
+from engine.scoring.items import score_in_parts
+from engine.scoring.labels import label_items
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
 from schemas.requests import Ragged
 from schemas.settings import QuotaSettings
 from tests.engine.fake_cuda import CUDA, fake_cuda, move
@@ -86,7 +86,7 @@ class Setting:
 @pytest.fixture
 def fused(torch_backend, monkeypatch):
     """The float32 backend with its rows packed as for a fused kernel, and a plain one for it."""
-    monkeypatch.setattr("engine.torch_backend.passes._on_cpu", lambda context: False)
+    monkeypatch.setattr("engine.backends.torch.passes._on_cpu", lambda context: False)
 
     def switch(on):
         monkeypatch.setattr(torch_backend, "_kernels", Kernels(plain, combine) if on else None)
@@ -195,10 +195,12 @@ def all_of_them(chosen):
 
 @pytest.fixture
 def on_gpu(model_folder, monkeypatch):
-    monkeypatch.setattr("engine.torch_backend.find_lay_out", lambda device, dtype: None)
+    monkeypatch.setattr("engine.backends.torch.find_lay_out", lambda device, dtype: None)
     backend = TorchBackend(model_folder, "bfloat16", CPU)
-    monkeypatch.setattr("engine.beam_search._those", all_of_them)
-    monkeypatch.setattr("engine.torch_backend.lean._is_plain", lambda norm: True)  # at start-up
+    monkeypatch.setattr("engine.generate.search._those", all_of_them)
+    monkeypatch.setattr(
+        "engine.backends.torch.fused_layers._is_plain", lambda norm: True
+    )  # at start-up
     with fake_cuda(monkeypatch):
         move(backend, model_folder)
         yield backend

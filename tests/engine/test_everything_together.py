@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.beam_step import SegmentMask
-from engine.device_trie import to_device
-from engine.exclusions import EligibleTrie, dead_nodes
-from engine.item_scoring import score_in_parts
-from engine.sid_trie import EndCodes, build_trie
-from engine.widening import search
+from engine.generate.beam_step import SegmentMask
+from engine.generate.widening import search
+from engine.scoring.items import score_in_parts
+from engine.trees.device_trie import to_device
+from engine.trees.exclusions import EligibleTrie, dead_nodes
+from engine.trees.sid_trie import EndCodes, build_trie
 from schemas.requests import Eligibility, Ragged
 from schemas.semantic_ids import SidSpace
 from schemas.settings import GenerateSettings

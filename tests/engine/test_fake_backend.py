@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.beam_search import beam_search, rows_per_prompt
-from engine.beam_step import sort_key
-from engine.device_trie import to_device
-from engine.exclusions import dead_nodes
-from engine.fake_backend import FakeBackend, fake_log_prob
-from engine.item_scoring import score_items
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree
+from engine.backends.fake import FakeBackend, fake_log_prob
+from engine.generate.beam_step import sort_key
+from engine.generate.search import beam_search, rows_per_prompt
+from engine.scoring.items import score_items
+from engine.trees.device_trie import to_device
+from engine.trees.exclusions import dead_nodes
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
 from tests.factories import bound_space, prompts_of, random_codes
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import identical
-from engine.identical import first_of_its_kind
+from engine.packing import identical
+from engine.packing.identical import first_of_its_kind
 from schemas.requests import BatchResult, ItemScores, Ragged, SidBeams
 
 ROWS = st.lists(

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from engine.backend import Norm, Targets, TokenColumns
-from engine.torch_backend import head as head_module
-from engine.torch_backend import laid_out
-from engine.torch_backend.head import Head
-from engine.torch_backend.laid_out import find_lay_out, lay_out_layers, plain, right
+from engine.backends.torch import head as head_module
+from engine.backends.torch import prepacked as laid_out
+from engine.backends.torch.head import Head
+from engine.backends.torch.prepacked import find_lay_out, lay_out_layers, plain, right
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

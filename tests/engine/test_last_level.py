@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from engine.backend import Targets
-from engine.beam_search import beam_search
-from engine.beam_step import SegmentMask
-from engine.device_trie import to_device
-from engine.fake_backend import FakeBackend
-from engine.sid_trie import build_trie
+from engine.backends.fake import FakeBackend
+from engine.generate.beam_step import SegmentMask
+from engine.generate.search import beam_search
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
 from schemas.settings import QuotaSettings
 from tests.factories import bound_space, prompts_of, random_codes, random_prompts
 
@@ -47,7 +47,7 @@ class Search:
         self.prompts = random_prompts(rng, NUM_USERS, longest=12)
 
     def __call__(self, backend, *, least, k=4, width=64, users=None, **masks):
-        self.monkeypatch.setattr("engine.beam_search._LEAST_ROWS", {"cpu": least})
+        self.monkeypatch.setattr("engine.generate.search._LEAST_ROWS", {"cpu": least})
         context = backend.prefill(prompts_of(self.prompts), 0)
         users = torch.arange(NUM_USERS) if users is None else users
         widths = (width,) * self.trie.depth

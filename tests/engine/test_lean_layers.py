@@ -19,14 +19,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.device_trie import to_device
-from engine.item_scoring import score_items
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree
-from engine.torch_backend import TorchBackend, compiled, varlen
-from engine.torch_backend.compiled import find_compiled, right
-from engine.torch_backend.lean import ON_CPU, Steps, _is_plain, _norm, use_lean_layers
-from engine.torch_backend.varlen import Kernels
+from engine.backends.torch import TorchBackend, compiled, varlen
+from engine.backends.torch.compiled import find_compiled, right
+from engine.backends.torch.fused_layers import ON_CPU, Steps, _is_plain, _norm, use_lean_layers
+from engine.backends.torch.varlen import Kernels
+from engine.scoring.items import score_items
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
 from tests.factories import TINY_DECODER, bound_space, prompts_of, random_codes, random_prompts
 
@@ -86,7 +86,7 @@ def test_bfloat16_with_lean_layers_is_as_near_to_float32_as_without(name, tmp_pa
     folder = save(tmp_path / "model", *MODELS[name])
     want = score(TorchBackend(folder, "float32", CPU))
     lean = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
-    monkeypatch.setattr("engine.torch_backend.use_lean_layers", lambda body: False)
+    monkeypatch.setattr("engine.backends.torch.use_lean_layers", lambda body: False)
     plain = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
     assert lean < 1.5 * plain + 0.01
 
@@ -101,7 +101,7 @@ def test_the_last_layer_forwards_the_ends_of_prompts_and_what_is_read_does_not_c
     rows = []
     last.mlp.register_forward_hook(lambda module, given, out: rows.append(given[0].shape[1]))
     if layout == "packed":  # as for a fused kernel
-        monkeypatch.setattr("engine.torch_backend.passes._on_cpu", lambda context: False)
+        monkeypatch.setattr("engine.backends.torch.passes._on_cpu", lambda context: False)
         backend._kernels = Kernels(varlen.plain, varlen.combine)
     prompts = random_prompts(np.random.default_rng(5), 6, longest=20)
     given = prompts_of(prompts, prefix)

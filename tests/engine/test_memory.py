@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from engine.torch_backend.memory import ModelSizes, rows_that_fit
+from engine.backends.torch.memory import ModelSizes, rows_that_fit
 
 QWEN3_0_6B = ModelSizes(
     layers=28, hidden=1024, intermediate=3072, heads=16, kv_heads=8, head_dim=128, item_bytes=2

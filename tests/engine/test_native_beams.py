@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from engine.beam_search import beam_search
-from engine.device_trie import to_device
-from engine.fake_backend import FakeBackend
-from engine.native_beams import (
+from engine.backends.fake import FakeBackend
+from engine.generate.native_beams import (
     hold_against_catalog,
     search_natively,
     sids_of,
     uses_native_beams,
 )
-from engine.sid_trie import build_trie
+from engine.generate.search import beam_search
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
 from schemas.errors import ConfigError, EngineError
 from schemas.requests import NativeBeams
 from schemas.semantic_ids import TextTokens

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.beam_search import beam_search
-from engine.device_trie import to_device
-from engine.sid_trie import build_trie
+from engine.generate.search import beam_search
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
 from schemas.settings import QuotaSettings
 from tests.factories import bound_space, prompts_of, random_codes, random_prompts
 
@@ -45,10 +45,10 @@ def no_waiting(monkeypatch):
     def refuse(*_args, **_kwargs):
         raise AssertionError("a tensor was read by the host")
 
-    monkeypatch.setattr("engine.torch_backend.passes._on_cpu", lambda context: False)
-    monkeypatch.setattr("engine.beam_search._LEAST_ROWS", {"cpu": 1})
+    monkeypatch.setattr("engine.backends.torch.passes._on_cpu", lambda context: False)
+    monkeypatch.setattr("engine.generate.search._LEAST_ROWS", {"cpu": 1})
     # Behind the levels, between parts of the last one, the host waits once on purpose.
-    monkeypatch.setattr("engine.beam_search._those", lambda chosen: torch.arange(len(chosen)))
+    monkeypatch.setattr("engine.generate.search._those", lambda chosen: torch.arange(len(chosen)))
 
     def watch():
         for name in ("numpy", "tolist", "cpu", "__array__"):

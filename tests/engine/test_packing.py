@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.packing import PackingBudget, pack_users
+from engine.packing.packs import PackingBudget, pack_users
 
 sizes = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), max_size=60)
 

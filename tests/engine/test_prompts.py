@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.prompts import PromptBuilder
-from engine.sid_trie import build_trie
-from engine.tokenizer import ByteTokenizer
+from engine.prompts.builder import PromptBuilder
+from engine.prompts.tokenizer import ByteTokenizer
+from engine.trees.sid_trie import build_trie
 from schemas.requests import Ragged, UserBatch
 from schemas.settings import PromptSettings
 from tests.factories import random_codes, sid_space

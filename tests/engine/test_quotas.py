@@ -9,14 +9,14 @@ import polars as pl
 import pytest
 import torch
 
-from engine.beam_search import beam_search
-from engine.beam_step import sort_key
-from engine.device_trie import to_device
-from engine.fake_backend import FakeBackend
-from engine.item_scoring import score_items
-from engine.quotas import beams_per_group, place_in_group
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree
+from engine.backends.fake import FakeBackend
+from engine.generate.beam_step import sort_key
+from engine.generate.search import beam_search
+from engine.scoring.items import score_items
+from engine.trees.device_trie import to_device
+from engine.trees.quotas import beams_per_group, place_in_group
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
 from schemas.settings import QuotaSettings
 from tests.factories import bound_space, prompts_of, random_codes, write_config, write_inputs

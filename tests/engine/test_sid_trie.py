@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sid_trie import EndCodes, SidTrie, build_trie
+from engine.trees.sid_trie import EndCodes, SidTrie, build_trie
 from schemas.errors import CatalogError
 from tests.factories import random_codes
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backend import TokenColumns
-from engine.device_trie import to_device
-from engine.item_scoring import score_in_parts
-from engine.label_scoring import label_items
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree, repeat_trees
+from engine.scoring.items import score_in_parts
+from engine.scoring.labels import label_items
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree, repeat_trees
 from schemas.requests import Ragged
 from schemas.semantic_ids import TextTokens
 from tests.engine.oracle import Oracle
@@ -90,8 +90,8 @@ def test_a_large_vocabulary_reads_single_logits_and_says_the_same(
         return score_in_parts(torch_backend, context, case.index, case.candidates, 1000)[0]
 
     want = scores()
-    monkeypatch.setattr("engine.torch_backend.head._MANY", 8)
-    monkeypatch.setattr("engine.torch_backend.head._PRODUCTS", 100)
+    monkeypatch.setattr("engine.backends.torch.head._MANY", 8)
+    monkeypatch.setattr("engine.backends.torch.head._PRODUCTS", 100)
     torch.testing.assert_close(scores(), want, rtol=0, atol=1e-5)
 
 

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.exclusions import dead_nodes
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree, candidate_parts, repeat_trees
+from engine.trees.exclusions import dead_nodes
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree, candidate_parts, repeat_trees
 from schemas.requests import Ragged
 from tests.factories import random_codes
 

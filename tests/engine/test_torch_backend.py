@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from engine.backend import Norm, Targets, TokenColumns
-from engine.beam_search import beam_search
-from engine.device_trie import to_device
-from engine.item_scoring import score_items
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree
-from engine.torch_backend import TorchBackend
-from engine.torch_backend.head import _COLUMNS, _ROWS, Head
-from engine.torch_backend.tree_attention import _MAX_SCORES
-from engine.user_projector import load_projector
+from engine.backends.torch import TorchBackend
+from engine.backends.torch.head import _COLUMNS, _ROWS, Head
+from engine.backends.torch.tree_attention import _MAX_SCORES
+from engine.generate.search import beam_search
+from engine.prompts.projector import load_projector
+from engine.scoring.items import score_items
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree
 from schemas.errors import EngineError
 from schemas.requests import Ragged
 from tests.factories import bound_space, prompts_of, random_codes, random_prompts, tiny_model
@@ -125,7 +125,7 @@ def test_the_head_in_chunks_equals_the_head_in_one(kind, monkeypatch):
     direct = logits[row, torch.from_numpy(columns.token_ids)[targets.column]]
     torch.testing.assert_close(want, direct - allowed.logsumexp(1)[row], rtol=0, atol=1e-5)
     monkeypatch.setitem(_ROWS, "cpu", 16)
-    monkeypatch.setattr("engine.torch_backend.head._LOGITS", 64)
+    monkeypatch.setattr("engine.backends.torch.head._LOGITS", 64)
     monkeypatch.setitem(_COLUMNS, "cpu", 33)
     got = Head(linear, independent=False).log_probs(hidden, targets, norm)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
@@ -144,10 +144,10 @@ def test_nodes_laid_out_as_on_a_gpu_score_the_same(torch_backend, prefix, monkey
     """One pass, and one block over all prompts; a CPU's passes of few rows, and their seams."""
     trie, index, prompts, sets = setting()
     want = score(torch_backend, trie, index, prompts, sets, prefix=prefix)
-    monkeypatch.setattr("engine.torch_backend.passes.ROWS_PER_THREAD", 16)
+    monkeypatch.setattr("engine.backends.torch.passes.ROWS_PER_THREAD", 16)
     few = score(torch_backend, trie, index, prompts, sets, prefix=prefix)
     torch.testing.assert_close(few, want, rtol=0, atol=1e-5)
-    monkeypatch.setattr("engine.torch_backend.passes._on_cpu", lambda context: False)
+    monkeypatch.setattr("engine.backends.torch.passes._on_cpu", lambda context: False)
     whole = score(torch_backend, trie, index, prompts, sets, prefix=prefix)
     torch.testing.assert_close(whole, want, rtol=0, atol=1e-5)
 

@@ -13,16 +13,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.backend import Norm, Targets, TokenColumns
-from engine.beam_search import beam_search
-from engine.device_trie import to_device
-from engine.item_scoring import score_in_parts, score_items
-from engine.label_scoring import label_items
-from engine.sid_trie import build_trie
-from engine.token_tree import build_token_tree
-from engine.trtllm_backend.checkpoint import read_checkpoint
-from engine.trtllm_backend.context import TrtllmContext
-from engine.trtllm_backend.memory import plan_beams, plan_encode
-from engine.trtllm_backend.packing import DELIMITER, CallBudget, plan_calls
+from engine.backends.trtllm.checkpoint import read_checkpoint
+from engine.backends.trtllm.context import TrtllmContext
+from engine.backends.trtllm.memory import plan_beams, plan_encode
+from engine.backends.trtllm.packing import DELIMITER, CallBudget, plan_calls
+from engine.generate.search import beam_search
+from engine.scoring.items import score_in_parts, score_items
+from engine.scoring.labels import label_items
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
+from engine.trees.token_tree import build_token_tree
 from schemas.errors import EngineError, ShardFailedError
 from schemas.requests import Ragged
 from schemas.settings import EngineSettings, TrtllmSettings
@@ -124,7 +124,7 @@ def test_labels_are_read_behind_each_item(start, model_folder, mode):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_agree_with_the_torch_backend(start, model_folder, dtype):
-    from engine.torch_backend import TorchBackend
+    from engine.backends.torch import TorchBackend
 
     work = Work(model_folder, 2)
     want = work.score(TorchBackend(model_folder, dtype, CPU))

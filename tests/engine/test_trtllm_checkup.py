@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.trtllm_backend import checkup as module
-from engine.trtllm_backend.checkup import checkup
+from engine.backends.trtllm import checks as module
+from engine.backends.trtllm.checks import checkup
 from schemas.checks import Check
 from tests import trtllm
 
@@ -63,7 +63,7 @@ def test_an_engine_that_cannot_start_is_a_check_that_failed(double, tmp_path):
 @pytest.mark.skipif(trtllm.installed(), reason="TensorRT-LLM itself is installed")
 def test_without_the_library_it_says_what_to_install():
     code = (
-        "from engine.trtllm_backend.checkup import checkup\n"
+        "from engine.backends.trtllm.checks import checkup\n"
         "first = checkup(None)[0]\n"
         "assert not first.ok and 'nvcr.io/nvidia/tensorrt-llm' in first.remedy, first\n"
     )

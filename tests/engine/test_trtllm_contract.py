@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.trtllm_backend import beam_engine, checkup, encode_engine, packing, self_test
-from engine.trtllm_backend.library import load_library
+from engine.backends.trtllm import beam_engine, encode_engine, packing, self_test
+from engine.backends.trtllm import checks as checkup
+from engine.backends.trtllm.library import load_library
 from schemas.errors import EngineError, ShardFailedError
 from tests.cases.helpers import pack
 from tests.engine.test_trtllm_backend import Work, assert_right

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
-from pipelines.agreement import CommonItems
+from pipelines.evaluation.agreement import CommonItems
 
 a_list = st.lists(st.integers(0, 12), min_size=1, max_size=9, unique=True)
 some_lists = st.lists(st.tuples(a_list, a_list), min_size=1, max_size=5)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sid_trie import build_trie
-from pipelines.baselines import pools, popular, random, reachable
-from pipelines.catalog import Catalog
+from engine.trees.sid_trie import build_trie
+from pipelines.catalog.build import Catalog
+from pipelines.evaluation.baselines import pools, popular, random, reachable
 from schemas.requests import CandidateSets, Eligibility, Ragged, UserBatch
 from schemas.settings import TaskSettings
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
-from engine.checkpoint import vocabulary_sizes
-from engine.sid_trie import build_trie
-from pipelines.catalog import read_catalog
-from pipelines.catalog_check import check_catalog
-from pipelines.catalog_stats import catalog_stats
+from engine.checkpoints.files import vocabulary_sizes
+from engine.trees.sid_trie import build_trie
+from pipelines.catalog.build import read_catalog
+from pipelines.catalog.check import check_catalog
+from pipelines.catalog.stats import catalog_stats
 from schemas.config_file import load_config
 from schemas.errors import CatalogError, EngineError
 from schemas.settings import RunConfig

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from pipelines.catalog import read_catalog, read_codes, split_texts
-from pipelines.catalog_readers import describe_catalog, list_catalog, read_file
-from pipelines.plan import plan_run
+from pipelines.catalog.build import read_catalog, read_codes, split_texts
+from pipelines.catalog.readers import describe_catalog, list_catalog, read_file
+from pipelines.planning.plan import plan_run
 from schemas.config_file import load_config
 from schemas.errors import CatalogError, StorageError, TableError
 from tests.factories import bound_space, random_codes, sid_space, write_config, write_inputs

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.exclusions import EligibleTrie, dead_nodes
-from engine.sid_trie import build_trie
-from pipelines.eligibility import eligible_items
+from engine.trees.exclusions import EligibleTrie, dead_nodes
+from engine.trees.sid_trie import build_trie
+from pipelines.inputs.eligibility import eligible_items
 from schemas.eligibility import attributes, parse_eligibility, user_columns
 from schemas.errors import ConfigError
 from schemas.requests import Eligibility, Ragged

@@ -10,7 +10,7 @@ import pytrec_eval
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.metrics import UserTruth, metric_names, self_information, user_metrics
+from pipelines.evaluation.metrics import UserTruth, metric_names, self_information, user_metrics
 from schemas.requests import Ragged
 
 ITEMS = 30

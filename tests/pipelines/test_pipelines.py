@@ -9,15 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import files, input_files
-from pipelines.audit import audit_run
-from pipelines.catalog import Catalog, is_saved, open_catalog, read_catalog, read_codes
-from pipelines.input_columns import Piece, Wanted, scan_columns
-from pipelines.plan import plan_run
-from pipelines.prepare import prepare_run, shard_of
-from pipelines.rank import rank_batch
-from pipelines.run_shard import load_receipt
-from pipelines.shard_columns import ROW, first_row
+from pipelines.auditing.audit import audit_run
+from pipelines.catalog.build import Catalog, is_saved, open_catalog, read_catalog, read_codes
+from pipelines.inputs.prepare import prepare_run, shard_of
+from pipelines.inputs.shard_columns import ROW, first_row
+from pipelines.planning.plan import plan_run
+from pipelines.shards.rank import rank_batch
+from pipelines.shards.run_shard import load_receipt
+from pipelines.sources import input_files
+from pipelines.sources.input_columns import Piece, Wanted, scan_columns
+from pipelines.storage import files
 from schemas.config_file import load_config
 from schemas.errors import CatalogError, StorageError, TableError
 from schemas.requests import BatchResult, ItemScores, Ragged, SidBeams
@@ -199,7 +200,7 @@ def test_files_of_a_catalog_write_their_columns_in_one_type(tmp_path):
 
 def small_catalog() -> Catalog:
     """Items 0 to 5; items 1, 2 and 4 share a SID; `catalog_row` is the reverse order."""
-    from engine.sid_trie import build_trie
+    from engine.trees.sid_trie import build_trie
 
     codes = np.asarray([[1, 0], [0, 0], [0, 0], [2, 0], [0, 0], [3, 0]], dtype=np.int32)
     table = pa.table(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.profile import overlap, score_drift
+from pipelines.shards.profile import overlap, score_drift
 
 
 def lists(**users):

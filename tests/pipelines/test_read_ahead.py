@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.items import open_items
-from pipelines.plan import plan_run
-from pipelines.prepare import prepare_run
-from pipelines.read_ahead import ReadAhead
+from pipelines.catalog.items import open_items
+from pipelines.inputs.prepare import prepare_run
+from pipelines.inputs.read_ahead import ReadAhead
+from pipelines.planning.plan import plan_run
 from schemas.config_file import load_config
 from schemas.errors import StorageError
 from tests.factories import write_config, write_inputs

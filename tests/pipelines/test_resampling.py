@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import bootstrap
 
-from pipelines.resampling import Means, chunks, draw
+from pipelines.evaluation.resampling import Means, chunks, draw
 
 
 def estimates(values, *, resamples=2000, seed=0, parts=1):

@@ -13,10 +13,10 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
-from pipelines import files
 from pipelines.publish import open_table, publish_run
 from pipelines.publish.rows import RunRows
-from pipelines.run_shard import receipt_path
+from pipelines.shards.run_shard import receipt_path
+from pipelines.storage import files
 from schemas.runs import Counts, Published, RunPlan, Shard, ShardReceipt, StagedFile
 from schemas.settings import RunConfig
 from schemas.tables import embeddings_schema, recommendations_schema

@@ -9,8 +9,8 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from pipelines import files
 from pipelines.publish import publish_run, read_current
+from pipelines.storage import files
 from schemas.errors import AccessError, ConflictError
 from tests.publish.runs import (
     DS,

@@ -8,7 +8,7 @@ import typer
 from polars.testing import assert_frame_equal
 from typer.testing import CliRunner
 
-from jobs.publish_cli import rollback
+from jobs.cli.publish import rollback
 from pipelines.publish import open_table
 from schemas.config_file import load_config
 from tests.factories import write_config, write_inputs

@@ -8,9 +8,9 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from pipelines import files
-from pipelines.export import export_partition
 from pipelines.publish import open_table
+from pipelines.publish.export import export_partition
+from pipelines.storage import files
 from schemas.errors import ConflictError, StorageError
 from tests.publish.runs import config_of, publish, read
 
@@ -69,6 +69,6 @@ def test_an_export_starts_again_when_the_partition_is_replaced(tmp_path, monkeyp
             publish(config, "newer", users=20, shards=4)
         return plain(path)
 
-    monkeypatch.setattr("pipelines.files.read_bytes", overtaken)
+    monkeypatch.setattr("pipelines.storage.files.read_bytes", overtaken)
     counts = export_partition(config, str(tmp_path / "to"), num_files=3, form="jsonl")
     assert sum(counts.values()) == 20

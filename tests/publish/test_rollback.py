@@ -7,9 +7,9 @@ import shutil
 import pytest
 from polars.testing import assert_frame_equal
 
-from pipelines import files
 from pipelines.publish import open_table, publish_run
 from pipelines.publish.rollback import rollback
+from pipelines.storage import files
 from schemas.errors import ConfigError, StorageError
 from tests.publish.runs import config_of, expected, publish, read, staged_run
 

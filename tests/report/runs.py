@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from typer.testing import CliRunner
 
-from jobs.cli import app
+from jobs.cli.app import app
 from tests.factories import write_config, write_inputs
 
 HOSTILE_TITLES = [

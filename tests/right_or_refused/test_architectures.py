@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.architecture import _OTHER, SCORED, read_config, refusals
-from engine.torch_backend import TorchBackend
-from engine.torch_backend.probe import TOLERANCE, relative_errors
+from engine.backends.torch import TorchBackend
+from engine.backends.torch.probe import TOLERANCE, relative_errors
+from engine.checkpoints.architecture import _OTHER, SCORED, read_config, refusals
 from schemas.errors import EngineError
 from tests.cases.helpers import CPU, index_of, pack, score
 from tests.factories import random_codes
@@ -105,7 +105,7 @@ def test_logits_of_any_size_are_accepted(scale, tmp_path):
 def test_a_head_that_we_do_not_know_is_refused_however_little_it_changes(
     name, changes, scale, dtype, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("engine.torch_backend.head_transform", lambda config: None)
+    monkeypatch.setattr("engine.backends.torch.head_transform", lambda config: None)
     folder = save_model(tmp_path, name, changes, scale=scale)
     with pytest.raises(EngineError, match="does not score as its own library does"):
         TorchBackend(folder, dtype, CPU)
@@ -113,7 +113,7 @@ def test_a_head_that_we_do_not_know_is_refused_however_little_it_changes(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_small_factor_on_small_logits_shows_too(dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.torch_backend.head_transform", lambda config: None)
+    monkeypatch.setattr("engine.backends.torch.head_transform", lambda config: None)
     folder = save_model(tmp_path, "granite", {"logits_scaling": 1.05}, scale=0.01)
     with pytest.raises(EngineError, match="does not score as its own library does"):
         TorchBackend(folder, dtype, CPU)
@@ -121,7 +121,7 @@ def test_a_small_factor_on_small_logits_shows_too(dtype, tmp_path, monkeypatch):
 
 def test_an_attention_that_differs_in_a_layer_is_refused_in_bfloat16(tmp_path, monkeypatch):
     """A window that config.json does not show, below what bfloat16 rounds away."""
-    monkeypatch.setattr("engine.architecture.other_attention", lambda raw, folder: None)
+    monkeypatch.setattr("engine.checkpoints.architecture.other_attention", lambda raw, folder: None)
     folder = save_model(tmp_path, "mistral", {"sliding_window": 64})
     with pytest.raises(EngineError, match="does not score as its own library does"):
         TorchBackend(folder, "bfloat16", CPU)

@@ -51,7 +51,7 @@ def test_an_input_that_is_replaced_after_it_was_planned_is_named(
     nightshelf, tmp_path, config, monkeypatch, table
 ):
     path = tmp_path / f"{table}.parquet"
-    after(monkeypatch, "jobs.run.plan_run", lambda: replaced(path))
+    after(monkeypatch, "jobs.running.run.plan_run", lambda: replaced(path))
     done = nightshelf("run", config, "--output", "json", check=4)
     assert f"{table}: a file has changed since the run was planned" in done.err
     assert str(path) in done.err
@@ -66,7 +66,7 @@ def test_an_input_that_goes_while_its_run_works_is_named(
     nightshelf, tmp_path, config, monkeypatch, table
 ):
     path = tmp_path / f"{table}.parquet"
-    after(monkeypatch, "jobs.run.audit_step", path.unlink)
+    after(monkeypatch, "jobs.running.run.audit_step", path.unlink)
     done = nightshelf("run", config, check=4)
     assert "it is gone" in done.err
     assert not (tmp_path / OUT).exists()
@@ -76,7 +76,7 @@ def test_an_input_that_is_replaced_while_it_is_split_is_named(
     nightshelf, tmp_path, config, monkeypatch
 ):
     users = tmp_path / "users.parquet"
-    after(monkeypatch, "pipelines.prepare._split", lambda: replaced(users))
+    after(monkeypatch, "pipelines.inputs.prepare._split", lambda: replaced(users))
     done = nightshelf("run", config, check=4)
     assert "users: a file has changed since the run was planned" in done.err
     assert not list(tmp_path.glob("runs/*/shards/_done"))
@@ -107,7 +107,8 @@ def other_weights(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", ["jobs.run.plan_run", "jobs.run.prepare_step", "jobs.run.audit_step"]
+    "moment",
+    ["jobs.running.run.plan_run", "jobs.running.run.prepare_step", "jobs.running.run.audit_step"],
 )
 def test_a_model_that_is_replaced_is_named(nightshelf, modelled, tmp_path, monkeypatch, moment):
     config, model = modelled
@@ -123,7 +124,7 @@ def test_a_model_with_the_same_content_may_take_its_place(
     nightshelf, modelled, tmp_path, monkeypatch
 ):
     config, model = modelled
-    after(monkeypatch, "jobs.run.plan_run", lambda: replaced(model / "model.safetensors"))
+    after(monkeypatch, "jobs.running.run.plan_run", lambda: replaced(model / "model.safetensors"))
     nightshelf("run", config)
     assert len(pl.read_parquet(tmp_path / OUT)) > 0
 

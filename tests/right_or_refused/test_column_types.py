@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.column_values import as_text
-from pipelines.input_columns import Piece, Wanted, scan_columns
-from pipelines.shard_columns import schema_of, shard_type
+from pipelines.inputs.shard_columns import schema_of, shard_type
+from pipelines.sources.column_values import as_text
+from pipelines.sources.input_columns import Piece, Wanted, scan_columns
 from schemas.column_types import ATTRIBUTE, ID, ID_LIST, SCALAR, is_empty
 from schemas.errors import TableError
 from schemas.tables import Column, TableContract, id_type

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.eligibility import check_types, eligible_items
+from pipelines.inputs.eligibility import check_types, eligible_items
 from schemas.column_types import ATTRIBUTE
 from schemas.eligibility import OPERATORS, parse_eligibility, with_date
 from schemas.errors import ConfigError

@@ -260,7 +260,7 @@ def test_a_table_format_that_breaks_publishes_nothing(
 def test_a_tokenizer_that_breaks_ends_as_documented(
     nightshelf, tmp_path, config, monkeypatch, method, error
 ):
-    from engine import tokenizer
+    from engine.prompts import tokenizer
 
     model = tiny_model(tmp_path / "model")
     plain = tokenizer.FastTokenizer
@@ -348,5 +348,5 @@ def test_an_error_of_ours_stays_exit_1(nightshelf, config, monkeypatch):
     def wrong(*args: Any) -> None:
         raise builtins.KeyError("x")
 
-    monkeypatch.setattr("jobs.run.audit_run", wrong)
+    monkeypatch.setattr("jobs.running.run.audit_run", wrong)
     assert "unexpected KeyError" in nightshelf("run", config, check=1).err

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.plan import plan_run
+from pipelines.planning.plan import plan_run
 from pipelines.sources.locate import locate_input
 from schemas.config_file import load_config
 from schemas.errors import TableError

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import input_files
-from pipelines.catalog_readers import list_catalog, read_file
+from pipelines.catalog.readers import list_catalog, read_file
+from pipelines.sources import input_files
 from schemas.errors import TableError
 from tests.factories import sid_space, write_config, write_inputs
 

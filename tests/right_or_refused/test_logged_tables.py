@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.plan import plan_run
+from pipelines.planning.plan import plan_run
 from pipelines.sources.locate import list_parquet, locate_input
 from schemas.config_file import load_config
 from schemas.errors import TableError

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from engine.device_trie import to_device
-from engine.item_scoring import score_in_parts
-from engine.sid_trie import build_trie
-from engine.torch_backend import TorchBackend
+from engine.backends.torch import TorchBackend
+from engine.scoring.items import score_in_parts
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
 from schemas.requests import Ragged
 from tests.factories import (
     TINY_DECODER,

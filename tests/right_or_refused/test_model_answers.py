@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
-from engine.beam_search import beam_search
-from engine.checked_backend import checked
-from engine.device_trie import to_device
-from engine.fake_backend import FakeBackend
-from engine.item_scoring import score_in_parts
-from engine.sid_trie import build_trie
-from engine.worker import open_engine
+from engine.backends.checked import checked
+from engine.backends.fake import FakeBackend
+from engine.engine import open_engine
+from engine.generate.search import beam_search
+from engine.scoring.items import score_in_parts
+from engine.trees.device_trie import to_device
+from engine.trees.sid_trie import build_trie
 from schemas.errors import ConfigError, EngineError
 from schemas.requests import UNSCORED, Ragged
 from schemas.settings import EngineSettings, RunConfig
@@ -254,7 +254,7 @@ def test_what_a_factory_makes_is_looked_at_before_a_row_runs(nightshelf, tmp_pat
 def test_a_library_of_the_backend_may_fail_in_its_own_way(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "half_a_backend.py").write_text("def create(settings:\n")
-    from engine.registry import check_backend
+    from engine.backends.registry import check_backend
 
     with pytest.raises(EngineError, match="SyntaxError"):
         check_backend("half_a_backend:create")

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
-from pipelines import files
 from pipelines.publish import check_output, open_table, publish_run
+from pipelines.storage import files
 from schemas.errors import ConfigError, NightshelfError
 from tests.factories import write_config, write_inputs
 from tests.publish.runs import DS, config_of, expected, publish, read, staged_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.overlaps import overlapping
+from pipelines.planning.overlaps import overlapping
 from schemas.config_file import load_config
 from tests.factories import write_config, write_inputs
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from jobs.attempts import Attempt
-from pipelines.profile import RunProfile
+from jobs.spark.attempts import Attempt
 from pipelines.publish.pointer import Pointer
-from pipelines.records import read_record
+from pipelines.shards.profile import RunProfile
+from pipelines.storage.records import read_record
 from schemas.errors import RecordError, StorageError
 from schemas.markers import Launch, Marker
 from schemas.records import FORMAT, Stored, parse_record

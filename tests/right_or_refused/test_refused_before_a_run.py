@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from engine.torch_backend import TorchBackend
+from engine.backends.torch import TorchBackend
 from schemas.errors import EngineError
 from tests.cases.helpers import CPU
 from tests.factories import TINY_DECODER, tiny_model, write_config, write_inputs
@@ -224,8 +224,8 @@ def test_a_library_that_is_not_installed(
     def find(name):
         return None if name == package else object()
 
-    monkeypatch.setattr("engine.packages.find_spec", find)
-    monkeypatch.setattr("engine.packages.sys", type("sys", (), {"modules": {}}))
+    monkeypatch.setattr("engine.checkpoints.packages.find_spec", find)
+    monkeypatch.setattr("engine.checkpoints.packages.sys", type("sys", (), {"modules": {}}))
     config = torch_config(tmp_path, model_folder, engine__backend=backend)
     check(nightshelf, config, "cannot be loaded")
 
@@ -258,7 +258,7 @@ def test_a_projector_that_does_not_fit(nightshelf, tmp_path, model_folder, fault
 
 
 def test_segments_that_no_shard_has_room_for(nightshelf, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipelines.eligibility._MOST_CELLS", 5 * 60)
+    monkeypatch.setattr("pipelines.inputs.eligibility._MOST_CELLS", 5 * 60)
     tables = write_inputs(tmp_path)
     catalog = tables["catalog"].append_column("price", pa.array(range(60)))
     pq.write_table(catalog, tmp_path / "catalog.parquet")
@@ -292,7 +292,7 @@ def test_a_plan_of_a_model_imports_no_torch(tmp_path, model_folder):
     config = torch_config(tmp_path, model_folder)
     code = (
         "import sys\nfrom schemas.config_file import load_config\n"
-        "from pipelines.plan import plan_run\nfrom pipelines.preflight import preflight\n"
+        "from pipelines.planning.plan import plan_run\nfrom pipelines.preflight import preflight\n"
         f"plan_run(load_config({str(config)!r}))\n"
         f"assert not preflight({str(config)!r}).problems\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

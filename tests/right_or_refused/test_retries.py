@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.retries import Attempts, Next, needs_new_engine, next_step, panics_are_failures
+from jobs.running.retries import Attempts, Next, needs_new_engine, next_step, panics_are_failures
 from schemas import errors
 from schemas.errors import EngineError, NightshelfError, ShardFailedError, TableError
 from schemas.runs import Shard

@@ -17,8 +17,8 @@ import tenacity
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from pipelines import files, storage_errors
-from pipelines.storage_errors import kind_of, translate
+from pipelines.storage import files, storage_errors
+from pipelines.storage.storage_errors import kind_of, translate
 from schemas.errors import (
     AccessError,
     DamagedFileError,

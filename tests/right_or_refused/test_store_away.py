@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tenacity
 
-from pipelines import storage_errors
+from pipelines.storage import storage_errors
 from tests.factories import write_config, write_inputs
 
 s3fs = pytest.importorskip("s3fs")

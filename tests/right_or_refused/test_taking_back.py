@@ -11,10 +11,10 @@ import polars as pl
 import pytest
 from deltalake import DeltaTable
 
-from jobs.cleanup import clean_up
-from pipelines import files
+from jobs.upkeep.gc import clean_up
 from pipelines.publish import open_table, publish_run
 from pipelines.publish.rollback import rollback, serve_from, unpublish
+from pipelines.storage import files
 from schemas.errors import ConfigError, StorageError, WithdrawnError
 from tests.factories import write_config, write_inputs
 from tests.publish.runs import FORMATS, config_of, expected, publish, read, staged_run

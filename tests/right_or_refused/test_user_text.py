@@ -21,7 +21,7 @@ from tokenizers import (
     trainers,
 )
 
-from engine.tokenizer import CheckpointTokenizer
+from engine.prompts.tokenizer import CheckpointTokenizer
 from schemas.errors import EngineError
 from schemas.semantic_ids import SidSpace
 

@@ -177,13 +177,13 @@ def test_the_manifest_names_spark(nightshelf, spark, tmp_path):
 
 def test_the_benchmark_times_both_launchers(spark, tmp_path, capsys):
     from benchmarks.spark import costs
-    from jobs.launch_local import LocalLauncher
-    from jobs.launch_spark import SparkLauncher
-    from jobs.run import plan_path
-    from jobs.spark_session import SparkApp
-    from pipelines import files
-    from pipelines.plan import plan_run
-    from pipelines.prepare import prepare_run
+    from jobs.local.processes import LocalLauncher
+    from jobs.running.run import plan_path
+    from jobs.spark.launch import SparkLauncher
+    from jobs.spark.session import SparkApp
+    from pipelines.inputs.prepare import prepare_run
+    from pipelines.planning.plan import plan_run
+    from pipelines.storage import files
     from schemas.config_file import load_config
 
     write_inputs(tmp_path, num_users=40)

@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import spark_tables
-from jobs.spark_prepare import prepare_on_executors
-from pipelines.plan import plan_run
-from pipelines.prepare import prepare_run, shard_of
+from jobs.spark import tables as spark_tables
+from jobs.spark.prepare import prepare_on_executors
+from pipelines.inputs.prepare import prepare_run, shard_of
+from pipelines.planning.plan import plan_run
 from schemas.config_file import load_config
 from schemas.errors import RunError, StorageError
 from tests.cases.helpers import published, write

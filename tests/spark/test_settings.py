@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.spark_conf import check_conf
-from jobs.spark_probe import check_answers, look_around, questions
-from jobs.spark_session import first_words, with_retries
+from jobs.spark.conf import check_conf
+from jobs.spark.probe import check_answers, look_around, questions
+from jobs.spark.session import first_words, with_retries
 from jobs.spark_submit import with_launcher
-from pipelines.plan import plan_run
+from pipelines.planning.plan import plan_run
 from schemas.config_file import load_config
 from schemas.errors import ConfigError, EngineError
 from tests.factories import write_config, write_inputs
@@ -160,7 +160,7 @@ def test_a_model_that_is_not_everywhere_is_named(plan):
 
 
 def test_the_command_line_loads_no_spark():
-    code = "import sys, jobs.cli; sys.exit(bool({'pyspark', 'torch'} & set(sys.modules)))"
+    code = "import sys, jobs.cli.app; sys.exit(bool({'pyspark', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

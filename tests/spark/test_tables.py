@@ -9,8 +9,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from jobs import spark_tables
-from jobs.spark_content import Content
+from jobs.spark import tables as spark_tables
+from jobs.spark.content import Content
 from schemas.config_file import load_config
 from tests.factories import write_config, write_inputs
 
@@ -191,8 +191,8 @@ def test_another_table_is_refused_before_anything_is_scored(
 
 def test_a_table_that_became_managed_meanwhile_loses_nothing(spark, database, nightshelf, tmp_path):
     """Also where the check before the run saw nothing: no statement of ours removes files."""
-    from jobs.run import load_plan
-    from jobs.spark_register import register
+    from jobs.running.run import load_plan
+    from jobs.spark.register import register
     from schemas.errors import TableError
 
     write_inputs(tmp_path)
@@ -210,7 +210,7 @@ def test_a_table_that_came_after_the_plan_is_told_with_what_is_published(
     spark, database, nightshelf, tmp_path, monkeypatch
 ):
     """Nothing that a rerun would mend: the exit code is the table's, and the rows are there."""
-    from jobs import launch_spark
+    from jobs.spark import launch as launch_spark
 
     write_inputs(tmp_path)
     spark.sql(TABLES["managed"])

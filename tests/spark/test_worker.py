@@ -9,11 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs import attempts, launch_spark, spark_worker
-from jobs.launch_spark import SparkLauncher
-from jobs.spark_worker import Place, ShardTask, run_task
-from pipelines.plan import plan_run
-from pipelines.prepared import shards_of
+from jobs.spark import attempts
+from jobs.spark import launch as launch_spark
+from jobs.spark import worker as spark_worker
+from jobs.spark.launch import SparkLauncher
+from jobs.spark.worker import Place, ShardTask, run_task
+from pipelines.inputs.prepared import shards_of
+from pipelines.planning.plan import plan_run
 from schemas.config_file import load_config
 from schemas.errors import AccessError, EngineError, StorageError
 from tests.factories import write_config, write_inputs

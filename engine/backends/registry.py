@@ -1,0 +1,152 @@
+"""Backend names to loaders. Importing this loads no backend; `create_backend` does, in the worker.
+
+A backend of your own is named by where it is: `engine.backend: mypackage.module:create`, a callable
+that takes `EngineSettings` and returns a `Backend`. What can be told of it without calling it is
+held against the protocol when a run is planned, the rest when it starts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any, get_type_hints
+
+from engine.backend import Backend, BackendFactory, BackendFacts
+from schemas.errors import (
+    ConfigError,
+    EngineError,
+    NightshelfError,
+    did_you_mean,
+    is_panic,
+    quoted,
+)
+from schemas.settings import EngineSettings
+
+_LOADERS = {
+    "fake": "engine.backends.fake:create_backend",
+    "torch": "engine.backends.torch:create_backend",
+    "trtllm": "engine.backends.trtllm:create_backend",
+}
+_METHODS = {  # of the protocol, and how many arguments each is called with
+    name: len(inspect.signature(method).parameters) - 1
+    for name, method in vars(Backend).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+}
+
+
+def available() -> list[str]:
+    """Names that `engine.backend` may have."""
+    return sorted(_LOADERS)
+
+
+def check_backend(name: str) -> None:
+    """What can be told of a backend without starting it. One of our own is not imported.
+
+    Raises:
+        ConfigError: a name that is neither known nor `module:callable`; a callable that does not
+            take the settings; a class without the methods of engine/backend.py.
+        EngineError: the module cannot be imported.
+    """
+    if name in _LOADERS:
+        return
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        raise ConfigError(
+            f"engine.backend {quoted(name)} is not supported",
+            expected=f"one of {', '.join(available())}, or module:callable",
+            got=quoted(name) + did_you_mean(name, available()),
+        )
+    factory = _load(name)
+    if not callable(factory) or not _takes(factory, 1):
+        raise ConfigError(
+            f"engine.backend {quoted(name)} makes no backend",
+            expected="a callable that takes one argument, the engine's settings",
+            got=_described(factory),
+        )
+    made = factory if isinstance(factory, type) else _annotated(factory)
+    if made is not None:
+        problem = _lacking(made)
+        if problem is not None:
+            raise ConfigError(
+                f"engine.backend {quoted(name)} is no backend",
+                expected="the methods of Backend in engine/backend.py",
+                got=f"{made.__name__}{problem}",
+            )
+
+
+def create_backend(settings: EngineSettings) -> Backend:
+    """Load the backend that the settings name.
+
+    Raises:
+        ConfigError: no such backend.
+        EngineError: its packages are not installed, it cannot start here, or it is no backend.
+    """
+    check_backend(settings.backend)
+    factory: BackendFactory = _load(_LOADERS.get(settings.backend, settings.backend))
+    backend = factory(settings)
+    problem = _lacking(backend)
+    if problem is None and not isinstance(getattr(backend, "facts", None), BackendFacts):
+        problem = ".facts is not a BackendFacts"
+    if problem is not None:
+        raise EngineError(
+            f"what engine.backend {quoted(settings.backend)} made is no backend",
+            expected="what Backend in engine/backend.py says",
+            got=f"{type(backend).__name__}{problem}",
+        )
+    return backend
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        found = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except BaseException as err:  # whatever the module does when it is imported
+        if isinstance(err, NightshelfError) or not (isinstance(err, Exception) or is_panic(err)):
+            raise
+        raise EngineError(
+            f"backend {quoted(name)} cannot be loaded",
+            got=f"{type(err).__name__}: {err}",
+            do="Install its packages (pip install 'nightshelf[torch]') or correct engine.backend.",
+        ) from err
+    return found
+
+
+def _annotated(factory: Any) -> type | None:
+    """The class that a factory says it returns, if it is one that can be looked at."""
+    try:
+        made = get_type_hints(factory).get("return")
+    except Exception:  # an annotation that exists for a type checker alone
+        return None
+    return made if isinstance(made, type) and made is not Backend else None
+
+
+def _lacking(made: Any) -> str | None:
+    """What a backend, or a class of backends, lacks; None: nothing that can be seen."""
+    unbound = isinstance(made, type)
+    for name, arguments in _METHODS.items():
+        method = getattr(made, name, None)
+        if not callable(method):
+            return f" has no method {name}"
+        if not _takes(method, arguments + (unbound and inspect.isfunction(method))):
+            return f".{name} does not take {arguments} arguments: {_described(method)}"
+    return None
+
+
+def _takes(function: Any, arguments: int) -> bool:
+    """Whether a call with so many positional arguments is one that it accepts."""
+    try:
+        inspect.signature(function).bind(*[None] * arguments)
+    except TypeError:
+        return False
+    except ValueError:  # written in C, without a signature
+        return True
+    return True
+
+
+def _described(thing: Any) -> str:
+    try:
+        return f"{getattr(thing, '__name__', type(thing).__name__)}{inspect.signature(thing)}"
+    except (TypeError, ValueError):
+        return quoted(thing)

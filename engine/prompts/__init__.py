@@ -1,0 +1,1 @@
+"""From users to tokens: templates, tokenizer, semantic-ID vocabulary, labels and soft tokens."""

@@ -1,0 +1,155 @@
+"""What the commands share: their arguments, their consoles, and how an error ends one."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from jobs.running.ending import (
+    EXIT_CODE,
+    Terminated,
+    asked_to_end,
+    ends_on_sigterm,
+    no_more_interruptions,
+)
+from schemas.config_file import nothing_read_yet, with_its_line
+from schemas.errors import ConfigError, NightshelfError, RunError, is_panic
+
+
+class Output(StrEnum):
+    """Form of the result on stdout."""
+
+    text = "text"
+    json = "json"
+
+
+class LogFormat(StrEnum):
+    """Form of what is said on stderr while a run works."""
+
+    text = "text"
+    json = "json"
+
+
+LogFormatOption = Annotated[
+    LogFormat, typer.Option("--log-format", help="json: one JSON object per line on stderr.")
+]
+ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+DsOption = Annotated[
+    str | None,
+    typer.Option("--ds", metavar="YYYY-MM-DD", help="Partition date; wins over the file."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=VALUE", help="Override one setting; may be repeated."),
+]
+OutputOption = Annotated[
+    Output, typer.Option("--output", help="text for people, json for machines.")
+]
+RepublishOption = Annotated[
+    bool, typer.Option("--republish", help="Also a run that was taken back.")
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")]
+
+
+def stderr() -> Console:
+    """Where progress goes."""
+    return Console(stderr=True)
+
+
+def stdout() -> Console:
+    """Where results for people go."""
+    # A table that is piped keeps its width; a terminal decides for itself.
+    return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", 110)))
+
+
+def guard(
+    body: Callable[[], None],
+    output: Output,
+    debug: bool,
+    log_format: LogFormat = LogFormat.text,
+) -> None:
+    """Run a command; turn what goes wrong into a message and an exit code."""
+    said: list[str] = []
+    nothing_read_yet()
+
+    def terminated() -> None:
+        if said:
+            return
+        message = "ended by SIGTERM; run the same command again to continue"
+        error = {"kind": "terminated", "exit_code": EXIT_CODE, "message": message}
+        said.append(message)
+        _say(output, log_format, message, error)
+
+    with ends_on_sigterm(terminated):
+        try:
+            _guarded(body, output, debug, log_format)
+        except Terminated as err:
+            terminated()
+            raise typer.Exit(EXIT_CODE) from err
+
+
+def _guarded(body: Callable[[], None], output: Output, debug: bool, log_format: LogFormat) -> None:
+    try:
+        body()
+    except KeyboardInterrupt:
+        message = "interrupted; run the same command again to continue"
+        error = {"kind": "interrupted", "exit_code": 130, "message": message}
+        _leave(output, log_format, message, 130, error)
+    except (SystemExit, GeneratorExit, typer.Exit, Terminated):
+        raise
+    except BaseException as err:  # the last resort, panics of Rust libraries included
+        if debug:
+            traceback.print_exc()
+        if asked_to_end():  # a library made an error of the interruption
+            raise Terminated from err
+        known = err if isinstance(err, NightshelfError) else _known(err)
+        if known is not None:
+            if isinstance(known, ConfigError):
+                known = with_its_line(known)
+            _leave(output, log_format, str(known), known.exit_code, known.as_json())
+        message = f"unexpected {type(err).__name__}: {err}. Run with --debug for the stack trace"
+        error = {"kind": "unexpected", "exit_code": 1, "message": message}
+        _leave(output, log_format, message, 1, error)
+
+
+def _known(error: BaseException) -> NightshelfError | None:
+    """One of ours for what libraries, disks and memory do; None for a fault of ours."""
+    from pipelines.storage.storage_errors import first_line, translate  # loads Arrow and polars
+
+    if is_panic(error) or isinstance(error, MemoryError):
+        short = isinstance(error, MemoryError)
+        return RunError(
+            "memory ran out" if short else "a library broke off",
+            got=first_line(error),
+            do="Use fewer workers or a smaller run.shard_users, then run the same command again."
+            if short
+            else "Run the same command again; with --debug it shows where.",
+        )
+    return translate(error, str(getattr(error, "filename", None) or ""), done="read or written")
+
+
+def _leave(
+    output: Output, log_format: LogFormat, message: str, code: int, error: dict[str, Any]
+) -> NoReturn:
+    no_more_interruptions()
+    _say(output, log_format, message, error)
+    raise typer.Exit(code)
+
+
+def _say(output: Output, log_format: LogFormat, message: str, error: dict[str, Any]) -> None:
+    line = f"nightshelf: {message}"
+    if log_format is LogFormat.json:
+        ts = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"ts": ts, "event": "error", **error})
+    typer.echo(line, err=True)
+    if output is Output.json:
+        typer.echo(json.dumps({"status": "failed", "error": error}))

@@ -1,0 +1,1 @@
+"""One run from plan to table, whatever launches its shards: its lock, its retries, its end."""

@@ -64,6 +64,7 @@ def test_layers_keep_their_results_and_drop_their_plain_weights(lay_out):
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_head_normalises_as_before(lay_out, bias, monkeypatch):
     monkeypatch.setitem(head_module._COLUMNS, "cpu", 32)  # more than one block, the last narrower
+    monkeypatch.setattr("engine.backends.torch.wide_logits._FEW", 20)
     torch.manual_seed(0)
     layer = nn.Linear(24, 75, bias=bias).to(torch.bfloat16)
     hidden = torch.randn(6, 24).to(torch.bfloat16)
@@ -81,6 +82,7 @@ def test_the_head_normalises_as_before(lay_out, bias, monkeypatch):
 def test_logits_that_tower_over_the_first_block_are_summed_the_long_way(monkeypatch):
     """Relative to the first block's largest they are beyond what float32 holds."""
     monkeypatch.setitem(head_module._COLUMNS, "cpu", 4)
+    monkeypatch.setattr("engine.backends.torch.wide_logits._FEW", 4)
     layer = nn.Linear(1, 12, bias=False).to(torch.bfloat16)
     layer.weight.data = torch.tensor([1.0] * 8 + [200.0] * 4).to(torch.bfloat16)[:, None]
     hidden = torch.tensor([[1.0], [0.0], [torch.nan], [-1.0]]).to(torch.bfloat16)

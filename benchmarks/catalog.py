@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.backend import PackedPrompts
 from engine.backends.torch import TorchBackend
+from engine.decoding import Decoding
 from engine.generate.search import beam_search
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import SidTrie, build_trie
@@ -77,7 +78,10 @@ def _share_outside(
     started = time.perf_counter()
     context = timed.prefill(_prompts(users), users * width * trie.depth)
     beam_search(
-        timed, context, index, prompts=torch.arange(users), widths=(width,) * trie.depth, k=_K
+        Decoding(timed, context, index),
+        prompts=torch.arange(users),
+        widths=(width,) * trie.depth,
+        k=_K,
     )
     return 1 - timed.seconds / (time.perf_counter() - started)
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from engine.backend import Backend, Context
+from engine.backend import Backend
+from engine.decoding import Decoding
 from engine.generate.search import beam_search
 from engine.scoring.items import score_in_parts
 from engine.trees.device_trie import DeviceTrie
@@ -133,9 +133,7 @@ def _preference(config: RunConfig) -> str | None:
 
 
 def search_natively(
-    backend: Backend,
-    context: Context,
-    index: DeviceTrie,
+    decoding: Decoding,
     *,
     width: int,
     k: int,
@@ -144,18 +142,18 @@ def search_natively(
     max_rows: int,
 ) -> tuple[SidBeams, NDArray[np.bool_], NativeBeams]:
     """The engine's beams that name an item, for every prompt; prompts that failed; and counts."""
-    assert isinstance(backend, NativeBackend), "uses_native_beams checked it"
-    raw = backend.native_beams(context)
-    valid, counts = hold_against_catalog(raw, index)
+    assert isinstance(decoding.backend, NativeBackend), "uses_native_beams checked it"
+    raw = decoding.backend.native_beams(decoding.context)
+    valid, counts = match_catalog(raw, decoding.index)
     if rescore:
-        valid = _rescored(backend, context, index, valid, max_rows)
+        valid = _rescored(decoding, valid, max_rows)
     # Beams without a score are no answer; beams with one that name no item are.
     failed = raw.failed | ~np.isfinite(raw.score).any(axis=1)
     failed[valid.prompt[~np.isfinite(valid.score)]] = True
-    num = context.num_prompts
+    num = decoding.num_prompts
     if compare_users:
-        some = np.arange(min(compare_users, num), dtype=np.int64)
-        counts = counts + _overlap(backend, context, index, valid, some, width, k)
+        prompts = np.arange(min(compare_users, num), dtype=np.int64)
+        counts = counts + _overlap(decoding, valid, prompts, width, k)
     nothing_known = np.full(num, np.nan, dtype=np.float32)
     beams = SidBeams(
         user=valid.prompt,
@@ -168,7 +166,7 @@ def search_natively(
     return beams, failed, counts
 
 
-def hold_against_catalog(raw: Raw, index: DeviceTrie) -> tuple[_Valid, NativeBeams]:
+def match_catalog(raw: Raw, index: DeviceTrie) -> tuple[_Valid, NativeBeams]:
     """Drop what names no item or has no score, and what came twice; count all of it."""
     trie = index.trie
     num, width, steps = raw.tokens.shape
@@ -224,43 +222,25 @@ def _child(trie: SidTrie, node: Ints, code: Ints, depth: int) -> Ints:
     return place
 
 
-def _rescored(
-    backend: Backend, context: Context, index: DeviceTrie, valid: _Valid, max_rows: int
-) -> _Valid:
+def _rescored(decoding: Decoding, valid: _Valid, max_rows: int) -> _Valid:
     """The same SIDs with the scores that the scoring task gives them, best first again."""
-    trie = index.trie
-    lengths = np.bincount(valid.prompt, minlength=context.num_prompts)
+    trie = decoding.index.trie
+    lengths = np.bincount(valid.prompt, minlength=decoding.num_prompts)
     items = trie.items[trie.first_item[valid.sid]]
-    before = context.num_rows
-    scores, _ = score_in_parts(
-        backend, context, index, Ragged.from_lengths(lengths, items), max_rows
-    )
-    context.rewind(before)
+    with decoding.temporary():
+        scores, _ = score_in_parts(decoding, Ragged.from_lengths(lengths, items), max_rows)
     score = scores.float().cpu().numpy()
     order = np.lexsort((valid.sid, -score.astype(np.float64), valid.prompt))
     return _Valid(valid.prompt[order], valid.sid[order], score[order])
 
 
-def _overlap(
-    backend: Backend,
-    context: Context,
-    index: DeviceTrie,
-    valid: _Valid,
-    prompts: Ints,
-    width: int,
-    k: int,
-) -> NativeBeams:
+def _overlap(decoding: Decoding, valid: _Valid, prompts: Ints, width: int, k: int) -> NativeBeams:
     """How many of the constrained top k of some prompts the native top k has."""
-    before = context.num_rows
-    beams = beam_search(
-        backend,
-        context,
-        index,
-        prompts=torch.from_numpy(prompts).to(index.device),
-        widths=(width,) * index.trie.depth,
-        k=k,
-    )
-    context.rewind(before)
+    index = decoding.index
+    with decoding.temporary():
+        beams = beam_search(
+            decoding, prompts=index.put(prompts), widths=(width,) * index.trie.depth, k=k
+        )
     sid, found = beams.sid.cpu().numpy(), beams.score.cpu().numpy() > -np.inf
     common = 0
     for row, prompt in enumerate(prompts):

@@ -1,4 +1,7 @@
-"""What a shard becomes before any of it runs: prompts, packs, and users whose work is the same."""
+"""What a shard becomes before any of it runs: prompts, packs, and users whose work is the same.
+
+`Preparation` is set up once per engine; what it makes of a shard is `Prepared`. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.backend import BackendFacts
 from engine.packing.identical import first_of_its_kind
 from engine.packing.packs import PackingBudget, pack_users
-from engine.prompts.builder import PromptSet
-from engine.prompts.labels import LabelTokens
+from engine.prompts.builder import PromptBuilder, PromptSet
+from engine.prompts.labels import LabelReader, LabelTokens
+from engine.prompts.tokenizer import Tokenizer, bind_space
+from engine.trees.candidate_trees import CandidateTrees
+from engine.trees.sid_trie import SidTrie
 from engine.trees.token_tree import TokenTree
-from schemas.errors import AccountingError
+from schemas.errors import AccountingError, EngineError
 from schemas.requests import Ints, Ragged, Rejection, UserBatch
+from schemas.semantic_ids import ItemTokens, TextTokens
+from schemas.settings import RunConfig
+
+_ROWS = 8192  # packed together where memory says nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +62,113 @@ class Prepared:
     def truncated_tokens(self) -> Ints:
         """History tokens dropped to fit `[U]`."""
         return self.prompts.truncated
+
+
+class Preparation:
+    """Prompts and packs of shards."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trie: SidTrie | None,
+        tokenizer: Tokenizer,
+        facts: BackendFacts,
+        num_soft: int,
+    ) -> None:
+        """Set up once for all shards.
+
+        Args:
+            num_soft: soft tokens of a user vector.
+
+        Raises:
+            EngineError: the model does not know the tokens or labels, or its positions are fewer
+                than a prompt may need.
+        """
+        self._task = config.task
+        self._label: LabelReader | None = None
+        if config.task.label is not None:
+            self._label = LabelReader(config.task.label, tokenizer, facts.vocab_size)
+        self.label_suffix = self._label.suffix if self._label else np.empty(0, dtype=np.int64)
+        self.tokens = _item_tokens(config, trie, tokenizer, facts.vocab_size)
+        _check_positions(config, trie, len(self.label_suffix), facts.max_positions)
+        self._prompts = PromptBuilder(config.prompt, tokenizer, self.tokens, trie, num_soft)
+        self._trees: CandidateTrees | None = None
+        if trie is not None and self.tokens is not None:
+            self._trees = CandidateTrees(
+                trie, forward_leaves=self._label is not None, more=len(self.label_suffix)
+            )
+        rows = config.engine.max_batch_tokens
+        self.max_rows = (facts.rows_that_fit or _ROWS) if rows == "auto" else rows
+        self._budget = PackingBudget(self.max_rows, config.engine.max_batch_users)
+        self._shares_prefix = facts.shares_prefix
+
+    @property
+    def trees(self) -> CandidateTrees:
+        """Token trees over the catalog."""
+        assert self._trees is not None, "a task that needs no items asked for them"
+        return self._trees
+
+    def prepare(self, users: UserBatch, nodes_per_user: int) -> Prepared:
+        """Prompts and packs of a shard; users whose prompt cannot be built are in no pack.
+
+        Args:
+            nodes_per_user: nodes that hang from each prompt besides those of candidates.
+        """
+        prompts = self._prompts.build(users)
+        labels = None if self._label is None else self._label.read(users.labels, users.num_users)
+        usable = np.ones(users.num_users, dtype=bool)
+        usable[[r.user for r in prompts.rejections]] = False
+        usable[[r.user for r in labels.rejections] if labels else []] = False
+        nodes = np.zeros(users.num_users, dtype=np.int64)
+        candidate_tokens, shared_tree = nodes, None
+        if users.candidates is not None:
+            nodes, shared_tree = self.trees.rows(users.candidates)
+            candidate_tokens = self.trees.tokens(users.candidates)
+            if self._task.generate is None:
+                usable &= users.candidates.scorable > 0  # nothing to do for the others
+        rows = nodes + nodes_per_user
+        same_as = same_work(users, prompts, labels, usable, items=self._task.embed is None)
+        return Prepared(
+            users=users,
+            prompts=prompts,
+            labels=labels,
+            tree_rows=nodes,
+            cost=prompts.lengths + rows,
+            candidate_tokens=candidate_tokens,
+            shared_tree=shared_tree,
+            same_as=same_as,
+            packs=pack_distinct(prompts.lengths, rows, usable, same_as, self._budget),
+            shared_prefix=len(prompts.static_prefix) if self._shares_prefix else 0,
+        )
+
+
+def _item_tokens(
+    config: RunConfig, trie: SidTrie | None, tokenizer: Tokenizer, vocab_size: int
+) -> ItemTokens | None:
+    """What the codes of the trie are to the model; None where no item is ever named."""
+    if config.sid is None:
+        return None if trie is None else TextTokens(vocab_size, trie.depth)
+    tokens = bind_space(config, tokenizer)
+    if tokens.max_token_id >= vocab_size:
+        raise EngineError(
+            "the model has no embedding for some semantic-ID tokens",
+            expected=f"ids below {vocab_size}",
+            got=f"id {tokens.max_token_id}",
+        )
+    return tokens
+
+
+def _check_positions(
+    config: RunConfig, trie: SidTrie | None, suffix: int, max_positions: int
+) -> None:
+    deep = (trie.depth if trie else 0) + suffix
+    if config.prompt.max_tokens + deep > max_positions:
+        raise EngineError(
+            "prompts may be longer than the model's positions",
+            expected=f"prompt.max_tokens + {deep} <= {max_positions}",
+            got=f"prompt.max_tokens {config.prompt.max_tokens}",
+            do=f"Set prompt.max_tokens to at most {max_positions - deep}.",
+        )
 
 
 def same_work(

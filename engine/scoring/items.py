@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.backend import Backend, Context, NodeBatch, Targets
+from engine.backend import NodeBatch, Targets
+from engine.decoding import Decoding
 from engine.score_norms import ROUNDING
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.token_tree import TokenTree, TreeLevel, build_token_tree, candidate_parts
@@ -23,9 +24,7 @@ from schemas.settings import LengthNorm
 
 
 def score_in_parts(
-    backend: Backend,
-    context: Context,
-    index: DeviceTrie,
+    decoding: Decoding,
     candidates: Ragged,
     max_rows: int,
     *,
@@ -43,21 +42,21 @@ def score_in_parts(
         tree: of these candidates, where the caller has it already.
         length_norm: `mean` divides a score by the number of the candidate's tokens.
     """
+    index = decoding.index
     if tree is None:
         tree = build_token_tree(index.trie, candidates)
     if tree.num_rows <= max_rows:
-        scores, rows = score_items(backend, context, index, tree, max_rows), tree.rows_per_user
+        scores, rows = score_items(decoding, tree, max_rows), tree.rows_per_user
     else:
         scores = torch.empty(len(candidates.values), dtype=torch.float32, device=index.device)
         rows = np.zeros(candidates.num_rows, dtype=np.int64)
         for part, tree_part in tree_parts(index, candidates, max_rows):
-            before = context.num_rows
-            scores[put(part, index)] = score_items(backend, context, index, tree_part, max_rows)
-            context.rewind(before)
+            with decoding.temporary():
+                scores[index.put(part)] = score_items(decoding, tree_part, max_rows)
             rows += tree_part.rows_per_user
     if length_norm == "mean":
         leaf = index.trie.node_of_sid[index.trie.sid_of_item[candidates.values]]
-        scores = scores / put(index.trie.depth_of_node[leaf].astype(np.int64), index)
+        scores = scores / index.put(index.trie.depth_of_node[leaf].astype(np.int64))
     return scores, rows
 
 
@@ -77,33 +76,30 @@ def tree_parts(
         yield part, build_token_tree(index.trie, some, forward_leaves=forward_leaves)
 
 
-def score_items(
-    backend: Backend, context: Context, index: DeviceTrie, tree: TokenTree, max_rows: int
-) -> Tensor:
+def score_items(decoding: Decoding, tree: TokenTree, max_rows: int) -> Tensor:
     """Scores of the candidates the tree was built from, in their order, float32 `[M]`, nats.
 
     Appends the tree's inner nodes to the context, at most `max_rows` in one pass of the model.
     """
-    starts = forward_tree(backend, context, index, tree, max_rows)
+    index = decoding.index
+    starts = forward_tree(decoding, tree, max_rows)
     log_probs: list[Tensor] = []
     while len(log_probs) < len(tree.levels):
-        log_probs += _read_levels(backend, context, index, tree, len(log_probs), starts)
+        log_probs += _read_levels(decoding, tree, len(log_probs), starts)
     scores: list[Tensor] = []
     for level, log_prob in zip(tree.levels, log_probs, strict=True):
-        scores.append(scores[-1][put(level.parent, index)] + log_prob if scores else log_prob)
+        scores.append(scores[-1][index.put(level.parent)] + log_prob if scores else log_prob)
     return _gather_leaves(tree, scores, index)
 
 
-def forward_tree(
-    backend: Backend, context: Context, index: DeviceTrie, tree: TokenTree, max_rows: int
-) -> Ints:
+def forward_tree(decoding: Decoding, tree: TokenTree, max_rows: int) -> Ints:
     """Append the tree's forwarded nodes, level after level, at most `max_rows` in one pass.
 
     Returns the context row that the forwarded nodes of each level begin at `[L + 1]`.
     """
-    starts = _level_starts(tree) + context.num_rows
-    for nodes in _node_batches(tree, index, starts, max_rows):
-        backend.extend(context, nodes)
+    starts = _level_starts(tree) + decoding.context.num_rows
+    for nodes in _node_batches(tree, decoding.index, starts, max_rows):
+        decoding.extend(nodes)
     return starts
 
 
@@ -119,11 +115,6 @@ def unsound(scored: ItemScores, labels: Ints | None) -> NDArray[np.bool_]:
         assert labels is not None, "label scores come with the number of labels"
         bad &= np.arange(scores.shape[1]) < labels[scored.user][:, None]
     return np.asarray(bad.any(axis=1))
-
-
-def put(array: Ints, index: DeviceTrie) -> Tensor:
-    """A host array on the device of the trie."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(index.device)
 
 
 def _level_starts(tree: TokenTree) -> Ints:
@@ -160,11 +151,11 @@ def _node_batches(
         slot = place_within(users[part])
         batches.append(
             NodeBatch(
-                prompt=put(users[part], index),
-                parent=put(parents[part], index),
-                token=index.token[put(nodes[part], index)],
-                depth=put(depths[part], index),
-                slot=put(slot, index),
+                prompt=index.put(users[part]),
+                parent=index.put(parents[part]),
+                token=index.token[index.put(nodes[part])],
+                depth=index.put(depths[part]),
+                slot=index.put(slot),
                 num_slots=int(slot.max()) + 1,
                 max_depth=int(depths[part].max()),
             )
@@ -172,14 +163,13 @@ def _node_batches(
     return batches
 
 
-def _read_levels(
-    backend: Backend, context: Context, index: DeviceTrie, tree: TokenTree, first: int, starts: Ints
-) -> list[Tensor]:
+def _read_levels(decoding: Decoding, tree: TokenTree, first: int, starts: Ints) -> list[Tensor]:
     """log p of each node at its parent `[n]`, for level `first` and those read along with it.
 
     Levels whose tokens come from one set (texts) are read in one call; the levels of a SID space
     have codebooks of their own.
     """
+    index = decoding.index
     norm, columns = index.norms[first], index.columns[first]
     last = first + 1
     while norm.kind == "full_vocab" and index.columns[last : last + 1] == (columns,):
@@ -192,13 +182,13 @@ def _read_levels(
     rows, row_of_node = np.unique(parents, return_inverse=True)
     if norm.kind == "trie":
         targets, wanted = _all_children(index, levels[0], first, row_of_node)
-        log_probs = backend.log_probs(context, put(rows, index), targets, norm)
-        return [log_probs[put(wanted, index)]]
+        log_probs = decoding.log_probs(index.put(rows), targets, norm)
+        return [log_probs[index.put(wanted)]]
     nodes = np.concatenate([level.node for level in levels])
     targets = Targets(
-        row=put(row_of_node, index), column=index.code[put(nodes, index)], columns=columns
+        row=index.put(row_of_node), column=index.code[index.put(nodes)], columns=columns
     )
-    log_probs = backend.log_probs(context, put(rows, index), targets, norm)
+    log_probs = decoding.log_probs(index.put(rows), targets, norm)
     return list(torch.split(log_probs, sizes))
 
 
@@ -217,11 +207,11 @@ def _all_children(
     child = np.repeat(trie.first_child[parent] - offsets[:-1], counts) + np.arange(offsets[-1])
     wanted = offsets[row_of_node] + level.node - trie.first_child[trie.parent[level.node]]
     targets = Targets(
-        row=put(row, index), column=index.code[put(child, index)], columns=index.columns[depth]
+        row=index.put(row), column=index.code[index.put(child)], columns=index.columns[depth]
     )
     return targets, wanted.astype(np.int64)
 
 
 def _gather_leaves(tree: TokenTree, scores: list[Tensor], index: DeviceTrie) -> Tensor:
     begin = np.concatenate([[0], np.cumsum([len(s) for s in scores])]).astype(np.int64)
-    return torch.cat(scores)[put(begin[tree.leaf_level] + tree.leaf_position, index)]
+    return torch.cat(scores)[index.put(begin[tree.leaf_level] + tree.leaf_position)]

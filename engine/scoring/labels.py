@@ -15,17 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.backend import Backend, Context, NodeBatch, Norm, Targets, TokenColumns
-from engine.scoring.items import forward_tree, put, tree_parts
-from engine.trees.device_trie import DeviceTrie
+from engine.backend import NodeBatch, Norm, Targets, TokenColumns
+from engine.decoding import Decoding
+from engine.scoring.items import forward_tree, tree_parts
 from engine.trees.token_tree import TokenTree, build_token_tree
 from schemas.requests import Ints, Ragged, place_within
 
 
 def label_items(
-    backend: Backend,
-    context: Context,
-    index: DeviceTrie,
+    decoding: Decoding,
     candidates: Ragged,
     labels: Ragged,
     columns: TokenColumns,
@@ -50,6 +48,7 @@ def label_items(
         `[M, most labels]` float32 nats, NaN behind a user's own labels; and the nodes forwarded per
         user `[U]`.
     """
+    index = decoding.index
     most = int(labels.lengths.max(initial=1))
     scores = torch.full((len(candidates.values), most), torch.nan, device=index.device)
     rows = np.zeros(candidates.num_rows, dtype=np.int64)
@@ -61,13 +60,12 @@ def label_items(
         more = 1 + len(suffix)
         parts = list(tree_parts(index, candidates, max_rows, forward_leaves=True, more=more))
     for part, one in parts:
-        before = context.num_rows
-        starts = forward_tree(backend, context, index, one, max_rows)
-        leaves = _leaves(one, starts, user[part])
-        at = _append_suffix(backend, context, index, leaves, suffix)
-        values = _read(backend, context, index, at, labels.take(leaves.user), columns, softmax)
-        scores[put(part, index), : values.shape[1]] = values[put(leaves.of_candidate, index)]
-        context.rewind(before)
+        with decoding.temporary():
+            starts = forward_tree(decoding, one, max_rows)
+            leaves = _leaves(one, starts, user[part])
+            at = _append_suffix(decoding, leaves, suffix)
+            values = _read(decoding, at, labels.take(leaves.user), columns, softmax)
+            scores[index.put(part), : values.shape[1]] = values[index.put(leaves.of_candidate)]
         rows += one.rows_per_user
         rows += np.bincount(leaves.user, minlength=len(rows)) * len(suffix)
     return scores, rows
@@ -92,26 +90,23 @@ def _leaves(tree: TokenTree, starts: Ints, user: Ints) -> _Leaves:
     return _Leaves(rows, user[first], tree.leaf_level[first] + 1, of.astype(np.int64))
 
 
-def _append_suffix(
-    backend: Backend, context: Context, index: DeviceTrie, leaves: _Leaves, suffix: Ints
-) -> Ints:
+def _append_suffix(decoding: Decoding, leaves: _Leaves, suffix: Ints) -> Ints:
     """Forward the suffix behind each leaf in one pass; the rows of its last token `[leaves]`."""
     num, steps = len(leaves.row), len(suffix)
     if not num or not steps:
         return leaves.row
-    begin = context.num_rows
+    index, begin = decoding.index, decoding.context.num_rows
     step, leaf = np.divmod(np.arange(steps * num), num)
     slot = place_within(leaves.user[leaf])
-    backend.extend(
-        context,
+    decoding.extend(
         NodeBatch(
-            prompt=put(leaves.user[leaf], index),
-            parent=put(
-                np.where(step == 0, leaves.row[leaf], begin + (step - 1) * num + leaf), index
+            prompt=index.put(leaves.user[leaf]),
+            parent=index.put(
+                np.where(step == 0, leaves.row[leaf], begin + (step - 1) * num + leaf)
             ),
-            token=put(suffix[step], index),
-            depth=put(leaves.depth[leaf] + 1 + step, index),
-            slot=put(slot, index),
+            token=index.put(suffix[step]),
+            depth=index.put(leaves.depth[leaf] + 1 + step),
+            slot=index.put(slot),
             num_slots=int(slot.max()) + 1,
             max_depth=int(leaves.depth.max()) + steps,
         ),
@@ -120,21 +115,20 @@ def _append_suffix(
 
 
 def _read(
-    backend: Backend,
-    context: Context,
-    index: DeviceTrie,
+    decoding: Decoding,
     at: Ints,
     labels: Ragged,
     columns: TokenColumns,
     softmax: bool,
 ) -> Tensor:
     """log p of each row's labels `[rows, most labels]`, NaN behind them."""
+    index = decoding.index
     row, place = labels.row_ids, np.arange(len(labels.values)) - labels.offsets[labels.row_ids]
     out = torch.full((len(at), int(labels.lengths.max(initial=1))), torch.nan, device=index.device)
     if not len(at):
         return out
-    targets = Targets(row=put(row, index), column=put(labels.values, index), columns=columns)
+    targets = Targets(row=index.put(row), column=index.put(labels.values), columns=columns)
     # Under `trie` the softmax is over a row's own targets: here, its labels.
     norm = Norm("trie" if softmax else "full_vocab")
-    out[targets.row, put(place, index)] = backend.log_probs(context, put(at, index), targets, norm)
+    out[targets.row, index.put(place)] = decoding.log_probs(index.put(at), targets, norm)
     return out

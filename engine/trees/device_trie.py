@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backend import Norm, TokenColumns
@@ -37,6 +39,10 @@ class DeviceTrie:
     norms: tuple[Norm, ...]  # per level
     device: torch.device
     quota: Quota | None = None
+
+    def put(self, array: NDArray[Any]) -> Tensor:
+        """A host array on the device of the trie."""
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
     def is_dead(self, user: Tensor, node: Tensor, dead: Tensor) -> Tensor:
         """Whether (user, node) is among the sorted keys `dead` of engine/trees/exclusions.py."""

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.backend import Backend, PackedPrompts
+from engine.decoding import Decoding
 from engine.generate.search import Beams, beam_search
 from engine.scoring.items import score_items
 from engine.trees.device_trie import DeviceTrie, to_device
@@ -62,7 +63,7 @@ def score(
     """Scores of each prompt's items, end to end."""
     tree = build_token_tree(index.trie, Ragged.from_lists(items))
     context = backend.prefill(packed, tree.num_rows)
-    return score_items(backend, context, index, tree, max_rows=1000).numpy()
+    return score_items(Decoding(backend, context, index), tree, max_rows=1000).numpy()
 
 
 def search(
@@ -78,7 +79,9 @@ def search(
     context = backend.prefill(packed, 0)
     everyone = torch.arange(packed.num_prompts)
     widths = (width,) * index.trie.depth
-    return beam_search(backend, context, index, prompts=everyone, widths=widths, k=k, dead=dead)
+    return beam_search(
+        Decoding(backend, context, index), prompts=everyone, widths=widths, k=k, dead=dead
+    )
 
 
 def found_sids(beams: Beams, user: int = 0) -> list[int]:

@@ -186,7 +186,7 @@ def test_wide_beams_end_where_short_ids_end(model_folder, torch_backend):
     assert set(lengths.tolist()) == {1, 2, 3}
     prompts = pack([[3, 1, 4], [1, 5]])
     beams = search(torch_backend, index, prompts, width=128, k=128)
-    assert (beams.rows == sum(trie.inner_nodes_at[1:])).all()
+    assert (beams.nodes == sum(trie.inner_nodes_at[1:])).all()
     oracle = Oracle(model_folder, trie, bound_space(), "full_vocab")
     want = oracle.all_scores([3, 1, 4])
     sids = found_sids(beams, 0)
@@ -204,7 +204,7 @@ def test_rows_grow_in_proportion_to_the_width_and_host_work_not_at_all(num_users
     for width in (1, 2, 4):
         with OpRecorder() as recorder:
             beams = search(torch_backend, index, pack([[3, 1, 4]] * num_users), width=width, k=8)
-        rows[width], ops[width] = int(beams.rows.max()), recorder.num_ops
+        rows[width], ops[width] = int(beams.nodes.max()), recorder.num_ops
         largest[width] = recorder.largest
     assert rows == {1: 2, 2: 4, 4: 8}
     assert max(ops.values()) <= 1.02 * ops[1], "the host does the same work at any width"
@@ -219,7 +219,7 @@ def test_k_512_forwards_512_nodes_in_each_step():
     for width in (64, 256, 512):
         with OpRecorder() as recorder:
             beams = search(FlatBackend(), index, pack([[1, 2]] * 2), width=width, k=width)
-        assert (beams.rows == 2 * width).all()
+        assert (beams.nodes == 2 * width).all()
         assert len(found_sids(beams)) == width
         assert recorder.largest < 20 * (2 * width + trie.num_nodes)
 

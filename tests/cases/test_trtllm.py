@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.decoding import Decoding
 from engine.generate.native_beams import search_natively
 from engine.generate.search import beam_search
 from schemas.errors import ShardFailedError
@@ -59,7 +60,7 @@ def test_constrained_beams_name_items_and_open_ones_mostly_do_not(start, model_f
     backend.start_beams(width=50, steps=3, prompt_tokens=8)
     context = backend.prefill(packed, 0)
     fixed = {"width": 50, "k": 50, "rescore": False, "compare_users": 0, "max_rows": 1000}
-    found, _, counts = search_natively(backend, context, index, **fixed)
+    found, _, counts = search_natively(Decoding(backend, context, index), **fixed)
     assert counts.invalid > counts.beams // 2
     assert counts.beams == counts.invalid + len(found.sid)
 
@@ -84,7 +85,7 @@ def test_more_beams_than_tokens_is_no_filler(start):
     backend.start_beams(width=100, steps=3, prompt_tokens=8)
     context = backend.prefill(prompts_of([[3, 1, 4]]), 0)
     fixed = {"width": 100, "k": 5, "rescore": True, "compare_users": 1, "max_rows": 1000}
-    found, failed, counts = search_natively(backend, context, index, **fixed)
+    found, failed, counts = search_natively(Decoding(backend, context, index), **fixed)
     assert not failed.any()
     assert np.isfinite(found.score).all()
     assert counts.compared == 2  # all that the catalog has
@@ -97,4 +98,6 @@ def test_a_dead_engine_is_fatal_to_the_shard_at_once(start, double):
     double.FAULTS.add("dies")
     context = backend.prefill(prompts_of([[1] * 70]), 0)
     with pytest.raises(ShardFailedError):
-        beam_search(backend, context, index, prompts=torch.arange(1), widths=(4,) * 3, k=4)
+        beam_search(
+            Decoding(backend, context, index), prompts=torch.arange(1), widths=(4,) * 3, k=4
+        )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.backend import PackedPrompts, TokenColumns
+from engine.decoding import Decoding
 from engine.generate.native_beams import NativeBackend, search_natively
 from engine.generate.search import beam_search
 from engine.scoring.items import score_in_parts, score_items
@@ -45,13 +46,13 @@ class Case:
         packed = prompts if isinstance(prompts, PackedPrompts) else prompts_of(prompts, prefix)
         tree = build_token_tree(self.trie, Ragged.from_lists(sets))
         context = self.backend.prefill(packed, tree.num_rows)
-        return score_items(self.backend, context, self.index, tree, max_rows).cpu()
+        return score_items(Decoding(self.backend, context, self.index), tree, max_rows).cpu()
 
     def beams(self, widths, k, dead=None):
         context = self.backend.prefill(prompts_of(self.prompts, PREFIX), 0)
         at = torch.arange(len(self.prompts), device=self.device)
         return beam_search(
-            self.backend, context, self.index, prompts=at, widths=widths, k=k, dead=dead
+            Decoding(self.backend, context, self.index), prompts=at, widths=widths, k=k, dead=dead
         )
 
     def table(self):
@@ -110,7 +111,7 @@ def test_candidate_sets_of_any_size_are_scored_in_parts_over_one_prefill(subject
     case = Case(subject, 3)
     candidates = Ragged.from_lists(case.sets)
     context = case.backend.prefill(prompts_of(case.prompts, PREFIX), max_rows)
-    got, rows = score_in_parts(case.backend, context, case.index, candidates, max_rows)
+    got, rows = score_in_parts(Decoding(case.backend, context, case.index), candidates, max_rows)
     near(got.cpu(), case.score(), subject.same)
     assert context.num_rows <= len(case.prompts) + max(max_rows, case.trie.depth)
     assert (rows >= build_token_tree(case.trie, candidates).rows_per_user).all()
@@ -197,9 +198,7 @@ class TextCase(Case):
         """Labels of ids 2, 7 and 9 behind each item and a suffix."""
         context = self.backend.prefill(prompts_of(self.prompts, PREFIX), 0)
         return label_items(
-            self.backend,
-            context,
-            self.index,
+            Decoding(self.backend, context, self.index),
             Ragged.from_lists(sets),
             Ragged.from_lists([[0, 1, 2]] * len(sets)),
             TokenColumns(np.asarray([2, 7, 9])),
@@ -280,9 +279,7 @@ class NativeCase:
 
     def beams(self, *, rescore):
         return search_natively(
-            self.backend,
-            self.context,
-            self.index,
+            Decoding(self.backend, self.context, self.index),
             width=8,
             k=8,
             rescore=rescore,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.decoding import Decoding
 from engine.generate.search import beam_search
 from engine.scoring.items import score_items
 from engine.trees.device_trie import to_device
@@ -41,7 +42,7 @@ def test_scores_of_candidate_sets_equal_the_oracle(seed, norm, model_folder, tor
     )
     tree = build_token_tree(trie, candidates)
     context = torch_backend.prefill(prompts_of(prompts, prefix), tree.num_rows)
-    got = score_items(torch_backend, context, index, tree, max_rows=7).numpy()
+    got = score_items(Decoding(torch_backend, context, index), tree, max_rows=7).numpy()
     want = [
         oracle.score(prefix + prompts[user], int(trie.sid_of_item[item]))
         for user, item in zip(candidates.row_ids, candidates.values, strict=True)
@@ -57,9 +58,7 @@ def test_wide_beams_are_the_exhaustive_ranking(seed, norm, model_folder, torch_b
     k = 7
     context = torch_backend.prefill(prompts_of(prompts, prefix), 0)
     beams = beam_search(
-        torch_backend,
-        context,
-        index,
+        Decoding(torch_backend, context, index),
         prompts=torch.arange(len(prompts)),
         widths=(1000,) * len(SIZES),
         k=k,
@@ -88,9 +87,7 @@ def test_certified_beams_equal_the_exhaustive_top_k(seed, model_folder, torch_ba
     k, width = 3, int(rng.integers(1, 6))
     context = torch_backend.prefill(prompts_of(prompts, prefix), 0)
     beams = beam_search(
-        torch_backend,
-        context,
-        index,
+        Decoding(torch_backend, context, index),
         prompts=torch.arange(len(prompts)),
         widths=(width,) * len(SIZES),
         k=k,
@@ -122,7 +119,7 @@ def test_some_narrow_beams_are_not_certified(model_folder, torch_backend):
     _, _, index, prefix, prompts, _ = make_case(2, "full_vocab", model_folder)
     context = torch_backend.prefill(prompts_of(prompts, prefix), 0)
     beams = beam_search(
-        torch_backend, context, index, prompts=torch.arange(4), widths=(1, 1, 1), k=3
+        Decoding(torch_backend, context, index), prompts=torch.arange(4), widths=(1, 1, 1), k=3
     )
     assert (beams.score[:, -1] <= beams.pruned).any()
 
@@ -132,9 +129,12 @@ def test_beams_and_scoring_share_one_prefill_and_agree(model_folder, torch_backe
     context = torch_backend.prefill(prompts_of(prompts, prefix), 0)
     everything = Ragged.from_lists([range(trie.num_items)] * len(prompts))
     tree = build_token_tree(trie, everything)
-    scores = score_items(torch_backend, context, index, tree, max_rows=1000)
+    scores = score_items(Decoding(torch_backend, context, index), tree, max_rows=1000)
     beams = beam_search(
-        torch_backend, context, index, prompts=torch.arange(len(prompts)), widths=(8, 8, 8), k=5
+        Decoding(torch_backend, context, index),
+        prompts=torch.arange(len(prompts)),
+        widths=(8, 8, 8),
+        k=5,
     )
     table = scores.view(len(prompts), trie.num_items)
     for user in range(len(prompts)):
@@ -160,7 +160,7 @@ def test_soft_vectors_stand_in_for_embeddings(model_folder, torch_backend):
     candidates = R.from_lists([range(trie.num_items)] * 2)
     tree = build_token_tree(trie, candidates)
     context = torch_backend.prefill(packed, tree.num_rows)
-    got = score_items(torch_backend, context, index, tree, max_rows=1000).view(2, -1)
+    got = score_items(Decoding(torch_backend, context, index), tree, max_rows=1000).view(2, -1)
     for user in range(2):
         want = [
             oracle.score([*prefix, 3, 0, 5], int(s), {len(prefix) + 1: vectors[user]})

@@ -15,7 +15,8 @@ from engine.backend import TokenColumns
 from engine.backends.torch import TorchBackend, compiled, varlen
 from engine.backends.torch.fused_layers import Steps, use_lean_layers
 from engine.backends.torch.varlen import Kernels, combine, find_flash, library_flash, plain, right
-from engine.generate.beam_step import SegmentMask
+from engine.decoding import Decoding
+from engine.generate.frontier import SegmentMask
 from engine.generate.search import beam_search
 from engine.scoring.items import score_in_parts
 from engine.scoring.labels import label_items
@@ -50,13 +51,11 @@ class Setting:
 
     def score(self, backend, prefix, max_rows=1000):
         context = self.prefill(backend, prefix)
-        return score_in_parts(backend, context, self.index, self.candidates, max_rows)[0]
+        return score_in_parts(Decoding(backend, context, self.index), self.candidates, max_rows)[0]
 
     def label(self, backend, prefix):
         return label_items(
-            backend,
-            self.prefill(backend, prefix),
-            self.index,
+            Decoding(backend, self.prefill(backend, prefix), self.index),
             self.candidates,
             self.labels,
             TokenColumns(np.asarray([5, 9, 11])),
@@ -72,9 +71,7 @@ class Setting:
         alive[1, 5::6] = False
         segments = SegmentMask(alive, torch.arange(NUM_USERS, device=device) % 2)
         return beam_search(
-            backend,
-            self.prefill(backend, prefix),
-            self.index,
+            Decoding(backend, self.prefill(backend, prefix), self.index),
             prompts=torch.arange(1, NUM_USERS, device=device),
             widths=(4, 6, 6),
             k=5,
@@ -197,7 +194,7 @@ def all_of_them(chosen):
 def on_gpu(model_folder, monkeypatch):
     monkeypatch.setattr("engine.backends.torch.find_lay_out", lambda device, dtype: None)
     backend = TorchBackend(model_folder, "bfloat16", CPU)
-    monkeypatch.setattr("engine.generate.search._those", all_of_them)
+    monkeypatch.setattr("engine.generate.search._indices", all_of_them)
     monkeypatch.setattr(
         "engine.backends.torch.fused_layers._is_plain", lambda norm: True
     )  # at start-up

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.generate.beam_step import SegmentMask
-from engine.generate.widening import search
+from engine.decoding import Decoding
+from engine.generate.frontier import SegmentMask
+from engine.generate.search import search
 from engine.scoring.items import score_in_parts
 from engine.trees.device_trie import to_device
 from engine.trees.exclusions import EligibleTrie, dead_nodes
@@ -121,7 +122,7 @@ def test_scores_and_beams_are_the_models_and_nothing_is_invented(model_folder, t
     it = Together(case, model_folder)
     context = torch_backend.prefill(it.packed, 0)
     everything = Ragged.from_lists([range(it.trie.num_items)] * 3)
-    scores, _ = score_in_parts(torch_backend, context, it.index, everything, 9)
+    scores, _ = score_in_parts(Decoding(torch_backend, context, it.index), everything, 9)
     want = it.table()
     of_item = it.trie.sid_of_item
     mine = scores.view(3, -1).numpy()
@@ -132,9 +133,7 @@ def test_scores_and_beams_are_the_models_and_nothing_is_invented(model_folder, t
     widths = (*case["widths"], case["widths"][-1])
     generous = GenerateSettings(width=1, exact=case["exact"], max_width=4096)
     beams, failed, _ = search(
-        torch_backend,
-        context,
-        it.index,
+        Decoding(torch_backend, context, it.index),
         generous,
         widths=widths,
         k=k,
@@ -167,7 +166,7 @@ def test_an_end_token_shares_the_probability_with_the_longer_ids(norm, model_fol
     index = to_device(trie, space, norm, CPU)
     context = torch_backend.prefill(prompts_of([[1, 2, 3]]), 0)
     candidates = Ragged.from_lists([[0, 1, 2]])
-    scores, rows = score_in_parts(torch_backend, context, index, candidates, 100)
+    scores, rows = score_in_parts(Decoding(torch_backend, context, index), candidates, 100)
     oracle = Oracle(model_folder, trie, space, norm)
     want = [oracle.score([1, 2, 3], int(sid)) for sid in trie.sid_of_item]
     np.testing.assert_allclose(scores.numpy(), want, rtol=0, atol=TOLERANCE)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.backends.fake import FakeBackend, fake_log_prob
-from engine.generate.beam_step import sort_key
-from engine.generate.search import beam_search, rows_per_prompt
+from engine.decoding import Decoding
+from engine.generate.frontier import sort_key
+from engine.generate.search import beam_search
 from engine.scoring.items import score_items
 from engine.trees.device_trie import to_device
 from engine.trees.exclusions import dead_nodes
@@ -31,7 +32,7 @@ def all_scores(backend, trie, index, prompts):
     everything = Ragged.from_lists([range(trie.num_items)] * len(prompts))
     tree = build_token_tree(trie, everything)
     context = backend.prefill(prompts_of(prompts), tree.num_rows)
-    scores = score_items(backend, context, index, tree, max_rows=13)
+    scores = score_items(Decoding(backend, context, index), tree, max_rows=13)
     return scores.view(len(prompts), -1)[:, trie.items[trie.first_item[:-1]]]  # by sid
 
 
@@ -49,53 +50,6 @@ def test_a_score_is_the_sum_of_the_hashes_anyone_can_compute():
         assert math.isclose(total, float(scores[sid]), abs_tol=1e-4)
 
 
-def naive_beam(scores_of_prefix, codes, widths, k):
-    """Beam search in plain Python over a table of prefix scores."""
-    beams, done = [()], []
-    pruned = -math.inf
-    for level in range(codes.shape[1]):
-        children = {
-            tuple(row[: level + 1])
-            for row in codes.tolist()
-            if tuple(row[:level]) in beams and row[level] >= 0
-        }
-        leaves = {c for c in children if c in scores_of_prefix["leaf"]}
-        done += leaves
-        ranked = sorted(children - leaves, key=lambda c: (-scores_of_prefix["score"][c], c))
-        width = widths[level] if level < len(widths) else 0
-        if ranked[width:]:
-            pruned = max(pruned, scores_of_prefix["score"][ranked[width]])
-        beams = ranked[:width]
-    done.sort(key=lambda c: (-scores_of_prefix["score"][c], c))
-    return done[:k], pruned
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_beams_equal_a_plain_beam_search(seed):
-    backend, trie, index = setting(seed, num_items=60, ragged=bool(seed % 2))
-    space, prompt = bound_space(), [seed, 3]
-    key = np.asarray(prompt, dtype="<i8").tobytes()
-    table = {"score": {}, "leaf": set()}
-    for row in trie.codes_of_sid.tolist():
-        sid = tuple(c for c in row if c >= 0)
-        table["leaf"].add(sid)
-        path, total = [], np.float32(0)
-        for level, code in enumerate(sid):
-            token = int(space.token_ids[level][code])
-            total = np.float32(total + np.float32(fake_log_prob(key, path, token)))
-            path.append(token)
-            table["score"][sid[: level + 1]] = total
-    widths, k = ((3, 4), (2, 9), (6, 2))[seed % 3], 5
-    want, pruned = naive_beam(table, trie.codes_of_sid, widths, k)
-    context = backend.prefill(prompts_of([prompt]), 0)
-    got = beam_search(backend, context, index, prompts=torch.tensor([0]), widths=widths, k=k)
-    found = got.sid[0][got.score[0] > -torch.inf]
-    codes = [tuple(c for c in trie.codes_of_sid[s].tolist() if c >= 0) for s in found]
-    assert codes == want
-    assert float(got.pruned[0]) == pytest.approx(pruned, abs=1e-5)
-    assert got.rows == context.num_rows - 1 <= rows_per_prompt(index, widths)
-
-
 def test_a_narrow_first_level_never_narrows_later_ones():
     """Three first codes and a width of 64: later levels still get all of the width."""
     codes = np.stack(np.meshgrid(range(3), range(4), range(6)), -1).reshape(-1, 3)
@@ -103,8 +57,10 @@ def test_a_narrow_first_level_never_narrows_later_ones():
     index = to_device(trie, bound_space(), "full_vocab", CPU)
     backend = FakeBackend()
     context = backend.prefill(prompts_of([[1]]), 0)
-    beams = beam_search(backend, context, index, prompts=torch.tensor([0]), widths=(64, 64), k=72)
-    assert beams.rows == 3 + 12
+    beams = beam_search(
+        Decoding(backend, context, index), prompts=torch.tensor([0]), widths=(64, 64), k=72
+    )
+    assert beams.nodes == 3 + 12
     assert (beams.score > -torch.inf).all(), "all 72 items come back"
     assert float(beams.pruned[0]) == -math.inf
 
@@ -112,7 +68,9 @@ def test_a_narrow_first_level_never_narrows_later_ones():
 def test_more_wanted_than_there_are_gives_what_there_is():
     backend, trie, index = setting(num_items=3)
     context = backend.prefill(prompts_of([[1], [2]]), 0)
-    beams = beam_search(backend, context, index, prompts=torch.tensor([0, 1]), widths=(9, 9), k=50)
+    beams = beam_search(
+        Decoding(backend, context, index), prompts=torch.tensor([0, 1]), widths=(9, 9), k=50
+    )
     found = beams.score > -torch.inf
     assert found.sum(dim=1).tolist() == [trie.num_sids] * 2
     for user in range(2):
@@ -127,7 +85,11 @@ def test_exclusions_remove_items_and_change_no_score():
     dead = torch.from_numpy(dead_nodes(trie, excluded))
     context = backend.prefill(prompts_of([[1]]), 0)
     beams = beam_search(
-        backend, context, index, prompts=torch.tensor([0]), widths=(9, 99), k=40, dead=dead
+        Decoding(backend, context, index),
+        prompts=torch.tensor([0]),
+        widths=(9, 99),
+        k=40,
+        dead=dead,
     )
     found = beams.score[0] > -torch.inf
     sids = beams.sid[0][found]
@@ -144,7 +106,9 @@ def test_a_forced_token_is_free_under_the_trie_norm():
     scores = all_scores(backend, trie, index, [[1]])[0]
     assert float(scores.exp().sum()) == pytest.approx(1.0, abs=1e-6)
     context = backend.prefill(prompts_of([[1]]), 0)
-    beams = beam_search(backend, context, index, prompts=torch.tensor([0]), widths=(1, 1), k=2)
+    beams = beam_search(
+        Decoding(backend, context, index), prompts=torch.tensor([0]), widths=(1, 1), k=2
+    )
     # The best prefix is followed alone, and its two forced tokens cost nothing.
     assert float(beams.score[0, 0]) == float(scores.max())
     assert float(beams.pruned[0]) == pytest.approx(float(scores.min()), abs=1e-6)

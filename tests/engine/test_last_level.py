@@ -13,7 +13,8 @@ import torch
 
 from engine.backend import Targets
 from engine.backends.fake import FakeBackend
-from engine.generate.beam_step import SegmentMask
+from engine.decoding import Decoding
+from engine.generate.frontier import SegmentMask
 from engine.generate.search import beam_search
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
@@ -51,7 +52,9 @@ class Search:
         context = backend.prefill(prompts_of(self.prompts), 0)
         users = torch.arange(NUM_USERS) if users is None else users
         widths = (width,) * self.trie.depth
-        return beam_search(backend, context, self.index, prompts=users, widths=widths, k=k, **masks)
+        return beam_search(
+            Decoding(backend, context, self.index), prompts=users, widths=widths, k=k, **masks
+        )
 
     def both(self, backend, **how):
         """Read whole, and in the smallest parts."""
@@ -80,9 +83,9 @@ def test_parts_give_what_a_whole_reading_gives(monkeypatch, norm, ragged, quota)
     for k in (1, 4, 20, 2000):
         whole, parts = search.both(Steep(), k=k, **masks)
         same(whole, parts)
-        assert (parts.rows <= whole.rows).all()
+        assert (parts.nodes <= whole.nodes).all()
     whole, parts = search.both(Steep(), **masks)
-    assert parts.rows.sum() < 0.8 * whole.rows.sum(), "most prefixes cannot reach the results"
+    assert parts.nodes.sum() < 0.8 * whole.nodes.sum(), "most prefixes cannot reach the results"
 
 
 def test_the_model_gives_the_same_bits_in_parts(monkeypatch, torch_backend):
@@ -90,7 +93,7 @@ def test_the_model_gives_the_same_bits_in_parts(monkeypatch, torch_backend):
     search = Search(monkeypatch, trie, "trie", sizes=(5, 4, 6))
     whole, parts = search.both(torch_backend, k=2)
     same(whole, parts)
-    assert parts.rows.sum() < whole.rows.sum()
+    assert parts.nodes.sum() < whole.nodes.sum()
 
 
 def test_a_users_parts_do_not_depend_on_who_is_searched_beside_it(monkeypatch):
@@ -101,7 +104,7 @@ def test_a_users_parts_do_not_depend_on_who_is_searched_beside_it(monkeypatch):
         alone = search(Steep(), least=1, users=torch.tensor([user]))
         assert torch.equal(alone.sid[0], together.sid[user])
         assert torch.equal(alone.score[0], together.score[user])
-        assert alone.rows[0] == together.rows[user]
+        assert alone.nodes[0] == together.nodes[user]
 
 
 class Table(FakeBackend):
@@ -162,4 +165,4 @@ def test_an_engine_that_sends_prompts_again_reads_the_last_level_at_once(monkeyp
 
     trie = build_trie(random_codes(np.random.default_rng(1), 900, SIZES))
     search = Search(monkeypatch, trie)
-    assert search(Resending(), least=1).rows.sum() == search(Steep(), least=1 << 20).rows.sum()
+    assert search(Resending(), least=1).nodes.sum() == search(Steep(), least=1 << 20).nodes.sum()

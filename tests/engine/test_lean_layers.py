@@ -23,6 +23,7 @@ from engine.backends.torch import TorchBackend, compiled, varlen
 from engine.backends.torch.compiled import find_compiled, right
 from engine.backends.torch.fused_layers import ON_CPU, Steps, _is_plain, _norm, use_lean_layers
 from engine.backends.torch.varlen import Kernels
+from engine.decoding import Decoding
 from engine.scoring.items import score_items
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
@@ -62,7 +63,7 @@ def score(backend, prefix=(4, 9, 2)):
     prompts = random_prompts(rng, 6, longest=20)
     tree = build_token_tree(trie, Ragged.from_lists([range(30)] * len(prompts)))
     context = backend.prefill(prompts_of(prompts, prefix), tree.num_rows)
-    return score_items(backend, context, index, tree, 1000)
+    return score_items(Decoding(backend, context, index), tree, 1000)
 
 
 PLAIN = Steps(compiled.norm, compiled.turned, compiled.gated)  # what is compiled for CUDA

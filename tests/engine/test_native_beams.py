@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine.backends.fake import FakeBackend
+from engine.decoding import Decoding
 from engine.generate.native_beams import (
-    hold_against_catalog,
+    match_catalog,
     search_natively,
     sids_of,
     uses_native_beams,
@@ -79,7 +80,7 @@ def test_beams_that_name_no_item_are_dropped_and_everything_is_counted():
         [([], None)] * 4,
         failed=[3],
     )
-    valid, counts = hold_against_catalog(raw, index)
+    valid, counts = match_catalog(raw, index)
     assert counts == NativeBeams(beams=12, incomplete=3, without_score=2, invalid=2, doubled=1)
     first, last = trie.sid_of_item[[0, 3]]
     assert list(zip(valid.prompt.tolist(), valid.sid.tolist(), strict=True)) == [
@@ -127,7 +128,7 @@ class Found:
     def __call__(self, packed=None, **changes):
         fixed = {"width": WIDTH, "k": 10, "rescore": False, "compare_users": 0, "max_rows": 1000}
         context = self.backend.prefill(packed or self.packed, 0)
-        return search_natively(self.backend, context, self.index, **fixed | changes)
+        return search_natively(Decoding(self.backend, context, self.index), **fixed | changes)
 
     def assert_right(self, beams, prompts=PROMPTS, soft=None):
         """Each SID once, best first, with the score that the model gives it."""
@@ -152,7 +153,10 @@ def test_native_beams_are_items_with_their_own_scores(start, model_folder):
     # What both find has one score; the comparison counts what the constrained list has besides.
     context = find.backend.prefill(find.packed, 0)
     constrained = beam_search(
-        find.backend, context, find.index, prompts=torch.arange(2), widths=(WIDTH,) * 3, k=10
+        Decoding(find.backend, context, find.index),
+        prompts=torch.arange(2),
+        widths=(WIDTH,) * 3,
+        k=10,
     )
     common = sum(
         len(np.intersect1d(constrained.sid[u].numpy(), beams.sid[beams.user == u][:10]))

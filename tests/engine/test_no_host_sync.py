@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.decoding import Decoding
 from engine.generate.search import beam_search
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
@@ -48,7 +49,7 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr("engine.backends.torch.passes._on_cpu", lambda context: False)
     monkeypatch.setattr("engine.generate.search._LEAST_ROWS", {"cpu": 1})
     # Behind the levels, between parts of the last one, the host waits once on purpose.
-    monkeypatch.setattr("engine.generate.search._those", lambda chosen: torch.arange(len(chosen)))
+    monkeypatch.setattr("engine.generate.search._indices", lambda chosen: torch.arange(len(chosen)))
 
     def watch():
         for name in ("numpy", "tolist", "cpu", "__array__"):
@@ -72,11 +73,11 @@ def test_the_level_loop_never_waits(torch_backend, no_waiting, prefix, norm, quo
     with torch.inference_mode():
         context = torch_backend.prefill(prompts, 100)
         args = {"prompts": everyone, "widths": (4, 6, 6), "k": 5, "dead": dead}
-        want = beam_search(torch_backend, context, index, **args)
+        want = beam_search(Decoding(torch_backend, context, index), **args)
         context = torch_backend.prefill(prompts, 100)
         watched = no_waiting()
         with watched:
-            found = beam_search(torch_backend, context, index, **args)
+            found = beam_search(Decoding(torch_backend, context, index), **args)
     assert torch.equal(torch.isinf(found.score), torch.isinf(want.score))
     assert torch.nan_to_num(found.score - want.score).abs().max() < 1e-5
 

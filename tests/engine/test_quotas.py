@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.backends.fake import FakeBackend
-from engine.generate.beam_step import sort_key
+from engine.decoding import Decoding
+from engine.generate.frontier import sort_key
 from engine.generate.search import beam_search
 from engine.scoring.items import score_items
 from engine.trees.device_trie import to_device
@@ -29,7 +30,7 @@ def setting(seed, level, max_items, ragged):
     backend, prompts = FakeBackend(), [[seed], [seed, 1], [2, seed]]
     tree = build_token_tree(trie, Ragged.from_lists([range(60)] * len(prompts)))
     context = backend.prefill(prompts_of(prompts), tree.num_rows)
-    scores = score_items(backend, context, index, tree, 1000).view(len(prompts), -1)
+    scores = score_items(Decoding(backend, context, index), tree, 1000).view(len(prompts), -1)
     return trie, index, backend, prompts, scores[:, trie.items[trie.first_item[:-1]]].numpy()
 
 
@@ -47,7 +48,7 @@ def greedy(scores, codes, level, max_items, k):
 def search(index, backend, prompts, widths, k):
     context = backend.prefill(prompts_of(prompts), 0)
     return beam_search(
-        backend, context, index, prompts=torch.arange(len(prompts)), widths=widths, k=k
+        Decoding(backend, context, index), prompts=torch.arange(len(prompts)), widths=widths, k=k
     )
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.backend import TokenColumns
+from engine.decoding import Decoding
 from engine.scoring.items import score_in_parts
 from engine.scoring.labels import label_items
 from engine.trees.device_trie import to_device
@@ -65,9 +66,7 @@ class Texts:
 def test_texts_score_as_the_oracle_says(seed, max_rows, length_norm, model_folder, torch_backend):
     case = Texts(seed, model_folder)
     got, _ = score_in_parts(
-        torch_backend,
-        case.prefill(torch_backend),
-        case.index,
+        Decoding(torch_backend, case.prefill(torch_backend), case.index),
         case.candidates,
         max_rows,
         length_norm=length_norm,
@@ -87,7 +86,9 @@ def test_a_large_vocabulary_reads_single_logits_and_says_the_same(
 
     def scores():
         context = case.prefill(torch_backend)
-        return score_in_parts(torch_backend, context, case.index, case.candidates, 1000)[0]
+        return score_in_parts(Decoding(torch_backend, context, case.index), case.candidates, 1000)[
+            0
+        ]
 
     want = scores()
     monkeypatch.setattr("engine.backends.torch.head._MANY", 8)
@@ -121,9 +122,7 @@ def test_labels_are_those_of_separate_prompts(
     columns = TokenColumns(np.asarray([2, 7, 40, 41, 63]))  # 63 is an added token of no text
     labels = Ragged.from_lists(lists)
     got, rows = label_items(
-        torch_backend,
-        case.prefill(torch_backend),
-        case.index,
+        Decoding(torch_backend, case.prefill(torch_backend), case.index),
         case.candidates,
         labels,
         columns,
@@ -155,9 +154,7 @@ def test_items_never_see_each_other_and_their_order_changes_nothing(model_folder
         candidates = Ragged.from_lists(lists)
         context = torch_backend.prefill(prompts_of(case.prompts[: len(lists)], case.prefix), 0)
         return label_items(
-            torch_backend,
-            context,
-            case.index,
+            Decoding(torch_backend, context, case.index),
             candidates,
             Ragged.from_lists([[0, 1, 2]] * len(lists)),
             columns,

@@ -10,6 +10,7 @@ from engine.backend import Norm, Targets, TokenColumns
 from engine.backends.torch import TorchBackend
 from engine.backends.torch.head import _COLUMNS, _ROWS, Head
 from engine.backends.torch.tree_attention import _MAX_SCORES
+from engine.decoding import Decoding
 from engine.generate.search import beam_search
 from engine.prompts.projector import load_projector
 from engine.scoring.items import score_items
@@ -35,7 +36,7 @@ def setting(seed=3, users=12):
 def score(backend, trie, index, prompts, sets, *, prefix=(), max_rows=1000, reserve=True):
     tree = build_token_tree(trie, Ragged.from_lists(sets))
     context = backend.prefill(prompts_of(prompts, prefix), tree.num_rows if reserve else 0)
-    return score_items(backend, context, index, tree, max_rows)
+    return score_items(Decoding(backend, context, index), tree, max_rows)
 
 
 @pytest.mark.parametrize("prefix", [(), (4, 9, 2)], ids=["no prefix", "prefix"])
@@ -72,7 +73,10 @@ def test_scoring_and_generation_give_the_same_bits(torch_backend):
     for width in (3, 30):
         context = torch_backend.prefill(prompts_of(prompts), 0)
         beams = beam_search(
-            torch_backend, context, index, prompts=torch.arange(12), widths=(width, width), k=8
+            Decoding(torch_backend, context, index),
+            prompts=torch.arange(12),
+            widths=(width, width),
+            k=8,
         )
         items = torch.from_numpy(trie.items[trie.first_item[beams.sid.numpy()]]).long()
         found = beams.score > -torch.inf
@@ -105,7 +109,7 @@ def test_bfloat16_is_near_float32_and_ranks_alike(model_folder, torch_backend):
     assert (got - want).abs().max() < 0.5
     context = half.prefill(prompts_of(prompts), 0)
     beams = beam_search(
-        half, context, index, prompts=torch.arange(len(prompts)), widths=(8, 8), k=5
+        Decoding(half, context, index), prompts=torch.arange(len(prompts)), widths=(8, 8), k=5
     )
     assert (beams.score > -torch.inf).all()
 

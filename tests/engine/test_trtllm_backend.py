@@ -17,6 +17,7 @@ from engine.backends.trtllm.checkpoint import read_checkpoint
 from engine.backends.trtllm.context import TrtllmContext
 from engine.backends.trtllm.memory import plan_beams, plan_encode
 from engine.backends.trtllm.packing import DELIMITER, CallBudget, plan_calls
+from engine.decoding import Decoding
 from engine.generate.search import beam_search
 from engine.scoring.items import score_in_parts, score_items
 from engine.scoring.labels import label_items
@@ -64,13 +65,15 @@ class Work:
     def score(self, backend, max_rows=1000):
         tree = build_token_tree(self.trie, Ragged.from_lists(self.sets))
         context = backend.prefill(prompts_of(self.prompts, PREFIX), tree.num_rows)
-        return score_items(backend, context, self.index, tree, max_rows)
+        return score_items(Decoding(backend, context, self.index), tree, max_rows)
 
     def beams(self, backend, width=4, k=6):
         context = backend.prefill(prompts_of(self.prompts, PREFIX), 0)
         prompts = torch.arange(len(self.prompts))
         widths = (width,) * self.trie.depth
-        return beam_search(backend, context, self.index, prompts=prompts, widths=widths, k=k)
+        return beam_search(
+            Decoding(backend, context, self.index), prompts=prompts, widths=widths, k=k
+        )
 
     def want(self):
         pairs = [(u, int(self.trie.sid_of_item[i])) for u, s in enumerate(self.sets) for i in s]
@@ -104,9 +107,7 @@ def test_labels_are_read_behind_each_item(start, model_folder, mode):
     backend = start(**MODES[mode])
     context = backend.prefill(prompts_of(work.prompts, PREFIX), 0)
     got, _ = label_items(
-        backend,
-        context,
-        work.index,
+        Decoding(backend, context, work.index),
         Ragged.from_lists(work.sets),
         Ragged.from_lists([[0, 1, 2]] * len(work.sets)),
         TokenColumns(np.asarray([2, 7, 9])),
@@ -156,7 +157,9 @@ def test_what_was_sent_is_counted(start, double, model_folder):
     backend = start()
     double.CALLS.clear()
     context = backend.prefill(prompts_of(work.prompts, PREFIX), 0)
-    scores, _ = score_in_parts(backend, context, work.index, Ragged.from_lists(work.sets), 40)
+    scores, _ = score_in_parts(
+        Decoding(backend, context, work.index), Ragged.from_lists(work.sets), 40
+    )
     sent = sum(
         len(prompt["prompt_token_ids"])
         for name, kwargs in double.CALLS
@@ -177,7 +180,7 @@ def test_dead_beams_are_not_sent(start, double, model_folder):
     double.CALLS.clear()
     context = backend.prefill(prompts_of([[3, 1]]), 0)
     beams = beam_search(
-        backend, context, index, prompts=torch.arange(1), widths=(4, 4, 4), k=4, dead=dead
+        Decoding(backend, context, index), prompts=torch.arange(1), widths=(4, 4, 4), k=4, dead=dead
     )
     assert (beams.score > -torch.inf).sum() == 1
     lens = [
@@ -203,7 +206,7 @@ def test_two_users_with_the_same_tokens_never_share_anything(start, model_folder
     def scores(soft):
         packed = pack([[3, 0, 5]] * 2, prefix=PREFIX, soft=soft)
         context = backend.prefill(packed, tree.num_rows)
-        return score_items(backend, context, work.index, tree, 1000).view(2, -1)
+        return score_items(Decoding(backend, context, work.index), tree, 1000).view(2, -1)
 
     both = scores({(0, 1): vectors[0], (1, 1): vectors[1]})
     swapped = scores({(0, 1): vectors[1], (1, 1): vectors[0]})
@@ -225,11 +228,14 @@ def test_beams_and_candidates_agree_for_users_with_vectors(start, model_folder):
     backend = start()
     packed = pack([[3, 0, 5]], soft={(0, 1): vector})
     tree = build_token_tree(work.trie, Ragged.from_lists([range(30)]))
-    scored = score_items(backend, backend.prefill(packed, 0), work.index, tree, 1000)
+    scored = score_items(Decoding(backend, backend.prefill(packed, 0), work.index), tree, 1000)
     context = backend.prefill(packed, 0)
     widths = (50,) * work.trie.depth
     beams = beam_search(
-        backend, context, work.index, prompts=torch.arange(1), widths=widths, k=work.trie.num_sids
+        Decoding(backend, context, work.index),
+        prompts=torch.arange(1),
+        widths=widths,
+        k=work.trie.num_sids,
     )
     by_sid = dict(zip(work.trie.sid_of_item.tolist(), scored.tolist(), strict=True))
     want = torch.tensor([by_sid[sid] for sid in beams.sid[0].tolist()])

@@ -10,6 +10,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.backends.torch import TorchBackend
+from engine.decoding import Decoding
 from engine.scoring.items import score_in_parts
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
@@ -57,7 +58,7 @@ def test_scores_are_the_definitions_to_1e_5_whatever_shares_the_batch(tmp_path, 
     def scores(some: list[list[int]]) -> torch.Tensor:
         context = backend.prefill(prompts_of(some), 1000)
         lists = Ragged.from_lists([items] * len(some))
-        return score_in_parts(backend, context, index, lists, 1000)[0].view(len(some), -1)
+        return score_in_parts(Decoding(backend, context, index), lists, 1000)[0].view(len(some), -1)
 
     together, backwards = scores(prompts), scores(prompts[::-1]).flip(0)
     alone = torch.cat([scores([prompt]) for prompt in prompts])

@@ -16,6 +16,7 @@ from polars.testing import assert_frame_equal
 
 from engine.backends.checked import checked
 from engine.backends.fake import FakeBackend
+from engine.decoding import Decoding
 from engine.engine import open_engine
 from engine.generate.search import beam_search
 from engine.scoring.items import score_in_parts
@@ -145,13 +146,14 @@ def test_beams_hold_what_the_model_scores_and_say_what_it_does_not(seed, dead, k
             masked[:, node] |= masked[:, children].all(axis=1)
     keys = np.flatnonzero(masked.reshape(-1)).astype(np.int64)
     beams = beam_search(
-        backend, context, index, prompts=torch.arange(4), widths=(width,) * trie.depth, k=k,
+        Decoding(backend, context, index),
+        prompts=torch.arange(4), widths=(width,) * trie.depth, k=k,
         dead=torch.from_numpy(keys),
     )  # fmt: skip
     first = trie.items[trie.first_item[:-1]].astype(np.int64)  # an item of each SID
     every = Ragged.from_lists([first] * 4)
     context = backend.prefill(prompts_of(prompts), 1000)
-    scores, _ = score_in_parts(backend, context, index, every, 10_000)
+    scores, _ = score_in_parts(Decoding(backend, context, index), every, 10_000)
     scores = scores.view(4, -1)
     for user in range(4):
         legal = np.asarray([_open(trie, masked[user], sid) for sid in range(trie.num_sids)])

@@ -1,4 +1,4 @@
-"""One step of a trie-constrained beam search: expand, mask, select.
+"""The pieces of one step of a beam search: expand, mask, select, and the results so far.
 
 Candidates are the children in the catalog's trie, so no invalid semantic ID can appear. They are
 masked before selection, and every step has a shape known before it starts.
@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.backend import Backend, Context, NodeBatch, Targets
+from engine.backend import NodeBatch, Targets
+from engine.decoding import Decoding
 from engine.score_norms import ROUNDING
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.quotas import place_in_group
@@ -36,7 +37,7 @@ class SegmentMask:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """What the prompts of a search must not enter."""
+    """What the prompts of a search may not enter."""
 
     prompts: Tensor  # [B] rows of the context
     dead: Tensor | None  # sorted keys of `dead_nodes`, `user` a prompt's row in the context
@@ -112,12 +113,11 @@ def root(prompts: Tensor) -> Front:
     return Front(zeros, prompts[:, None], zeros.float(), live, zeros)
 
 
-def forward(
-    backend: Backend, context: Context, index: DeviceTrie, front: Front, prompts: Tensor, depth: int
-) -> Tensor:
+def forward(decoding: Decoding, front: Front, prompts: Tensor, depth: int) -> Tensor:
     """Append the beams of a front, of `depth` tokens, to the context; their rows `[B, W]`."""
+    index = decoding.index
     num_prompts, width = front.node_BW.shape
-    first = context.num_rows
+    first = decoding.context.num_rows
     nodes = NodeBatch(
         prompt=prompts[:, None].expand_as(front.node_BW).reshape(-1),
         parent=front.parent_BW.reshape(-1),
@@ -127,15 +127,14 @@ def forward(
         num_slots=width,
         max_depth=depth,
     )
-    backend.extend(context, nodes)
+    decoding.extend(nodes)
     rows = torch.arange(first, first + num_prompts * width, device=index.device)
     return rows.view(num_prompts, width)
 
 
-def expand(
-    backend: Backend, context: Context, index: DeviceTrie, front: Front, row_BW: Tensor, depth: int
-) -> Children:
+def expand(decoding: Decoding, front: Front, row_BW: Tensor, depth: int) -> Children:
     """All children of the front in M slots, scored from the context rows of its beams."""
+    index = decoding.index
     num_prompts, width = front.node_BW.shape
     slots = index.trie.most_children(depth, width)
     count_BW = torch.where(front.live_BW, index.num_children[front.node_BW], 0)
@@ -154,9 +153,8 @@ def expand(
         columns=index.columns[depth],
         real=real_BM.reshape(-1),
     )
-    log_probs = backend.log_probs(context, row_BW.reshape(-1), targets, index.norms[depth]).view(
-        num_prompts, slots
-    )
+    log_probs = decoding.log_probs(row_BW.reshape(-1), targets, index.norms[depth])
+    log_probs = log_probs.view(num_prompts, slots)
 
     score_BM = front.score_BW.gather(1, beam_BM) + log_probs
     sound_BM = real_BM & (log_probs <= ROUNDING)  # False for NaN

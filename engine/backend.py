@@ -21,6 +21,8 @@ from schemas.settings import EngineSettings, Pooling, ScoreNorm
 if TYPE_CHECKING:
     from torch import Tensor, device
 
+ROUNDING = 1e-3  # nats that a log-probability may lie above 0; more is none
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFacts:

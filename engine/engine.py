@@ -21,9 +21,9 @@ from engine.packing.cutting import Cutter
 from engine.packing.preparation import Preparation, Prepared
 from engine.prompts.projector import UserProjector, load_projector
 from engine.prompts.tokenizer import load_tokenizer
-from engine.tasks.generate import Generate
-from engine.tasks.score import Label, Score
-from engine.tasks.task import Pass, Setup, Task
+from engine.tasks import tasks_of
+from engine.tasks.embed import Embed
+from engine.tasks.task import Pass, Runner, Setup
 from engine.trees.device_trie import DeviceTrie, to_device
 from engine.trees.sid_trie import SidTrie
 from schemas.errors import EngineError, NightshelfError, is_panic
@@ -37,33 +37,32 @@ class Engine:
     """Runs the tasks of a configuration for batches of users. Build it with `open_engine`."""
 
     def __init__(self, config: RunConfig, trie: SidTrie | None, backend: Backend) -> None:
-        self._config = config
         self._backend = backend = checked(backend)
         facts = backend.facts
         self._projector = _projector_of(config, backend)
         num_soft = self._projector.spec.num_tokens if self._projector else 1
         tokenizer = load_tokenizer(config)
-        self._preparation = Preparation(config, trie, tokenizer, facts, num_soft)
+        tasks = tasks_of(config)
+        readers = (task.label_reader(tokenizer, facts.vocab_size) for task in tasks)
+        labels = next((reader for reader in readers if reader is not None), None)
+        self._preparation = Preparation(
+            config, trie, tokenizer, facts, labels=labels, num_soft=num_soft
+        )
         self._cutter = Cutter(facts.device)
         self._index: DeviceTrie | None = None
         tokens, task = self._preparation.tokens, config.task
         if trie is not None and tokens is not None:
             self._index = to_device(trie, tokens, task.score_norm, facts.device, task.quota)
-        self._tasks, self._nodes_per_user = self._start_tasks()
+        self._embed_task = next((task for task in tasks if isinstance(task, Embed)), None)
+        self._runners: list[Runner] = []
+        if self._embed_task is None:
+            setup = Setup(backend=backend, index=self._items, preparation=self._preparation)
+            self._runners = [task.start(setup) for task in tasks]
 
-    def _start_tasks(self) -> tuple[list[Task], int]:
-        """The tasks of the run, and the nodes per user that do not hang on its candidates."""
-        settings, found = self._config.task, list[Task]()
-        if settings.score is not None:
-            found.append(Score(settings.score, self._preparation))
-        if settings.label is not None:
-            found.append(Label(settings.label, self._preparation))
-        if settings.generate is None:
-            return found, 0
-        assert self._index is not None, "a run that generates has a catalog"
-        setup = Setup(config=self._config, backend=self._backend, index=self._index)
-        generate = Generate(settings.generate, setup)
-        return [*found, generate], generate.nodes_per_user
+    @property
+    def _items(self) -> DeviceTrie:
+        assert self._index is not None, "lists are made of items"
+        return self._index
 
     @property
     def embedding_width(self) -> int:
@@ -73,7 +72,8 @@ class Engine:
     def prepare(self, users: UserBatch) -> Prepared:
         """Prompts and packs of a shard; users whose prompt cannot be built are in no pack."""
         self._cutter.forget()
-        return self._preparation.prepare(users, self._nodes_per_user)
+        nodes = sum(runner.nodes_per_user for runner in self._runners)
+        return self._preparation.prepare(users, nodes)
 
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
         """Everything the tasks find for the users of one pack, numbered as in `pack`.
@@ -102,14 +102,13 @@ class Engine:
     @torch.inference_mode()
     def _run(self, prepared: Prepared, pack: Ints, max_rows: int) -> BatchResult:
         """The prefill of a pack and every task behind it."""
-        assert self._index is not None, "lists are made of items"
         users = prepared.users.take(pack)
         packed = prepared.prompts.pack(pack, self._soft_vectors(users))
-        nodes = sum(task.most_nodes(prepared, pack, max_rows) for task in self._tasks)
+        nodes = sum(runner.most_nodes(prepared, pack, max_rows) for runner in self._runners)
         context = self._backend.prefill(packed, nodes)
-        decoding = Decoding(self._backend, context, self._index)
+        decoding = Decoding(self._backend, context, self._items)
         one = Pass(decoding=decoding, prepared=prepared, pack=pack, users=users, max_rows=max_rows)
-        answers = [task.run(one) for task in self._tasks]
+        answers = [runner.run(one) for runner in self._runners]
         sent = forwarded(context)
         if sent is None:
             sent = np.sum([packed.lengths, *(answer.nodes for answer in answers)], axis=0)
@@ -126,15 +125,11 @@ class Engine:
     @torch.inference_mode()
     def _embed(self, prepared: Prepared, pack: Ints, max_rows: int) -> np.ndarray:
         del max_rows  # a prompt is never cut
-        settings = self._config.task.embed
-        assert settings is not None, "the task does not embed"
+        assert self._embed_task is not None, "the run gives lists"
         pack, of = np.unique(prepared.same_as[pack], return_inverse=True)
         users = prepared.users.take(pack)
         packed = prepared.prompts.pack(pack, self._soft_vectors(users))
-        out = self._backend.embed(packed, settings.pooling)
-        if settings.normalize:
-            out = torch.nn.functional.normalize(out, dim=-1)
-        return out.cpu().numpy()[of.reshape(-1)]
+        return self._embed_task.run(self._backend, packed).cpu().numpy()[of.reshape(-1)]
 
     def _soft_vectors(self, users: UserBatch) -> Tensor | None:
         if users.vectors is None:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from engine.backend import Targets
 
-ROUNDING = 1e-3  # nats that a log-probability may lie above 0; more is none
-
 
 def log_softmax_of_targets(logits: Tensor, targets: Targets, num_rows: int) -> Tensor:
     """Log-softmax of `logits` `[M]` over the real targets of each row `[M]` (`score_norm: trie`).

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from schemas.runs import GateResult
+from schemas.gates import GateResult
 
 
 class _Record(BaseModel):

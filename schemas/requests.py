@@ -172,7 +172,7 @@ class UserBatch:
     user_sids: Ragged | None = None  # codes, one per level of the SID space
     texts: Mapping[str, list[str]] = field(default_factory=dict)  # column -> [U]
     candidates: CandidateSets | None = None
-    labels: Labels | None = None  # what task.label asks about each candidate
+    labels: Labels | None = None  # asked about each candidate
     excluded: Ragged | None = None  # items never to return
     eligibility: Eligibility | None = None  # None: everything is eligible
 

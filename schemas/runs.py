@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from schemas.gates import AuditReport
 from schemas.records import Record, Stored, recorded_config
 from schemas.requests import NativeBeams
 from schemas.settings import RunConfig
@@ -203,57 +204,6 @@ def working_seconds(receipts: Iterable[ShardReceipt]) -> float:
     return total
 
 
-GateVerdict = Literal["passed", "warned", "refused", "no limit", "nothing to compare"]
-
-
-class GateResult(Record):
-    """One audit gate: what was measured, what is allowed, and whether it passed."""
-
-    gate: str
-    passed: bool
-    value: float | None  # None: there was nothing to measure
-    allowed: str
-    detail: str = ""
-    action: Literal["refuse", "warn"] = "refuse"  # what it does when it does not pass
-    against: str | None = None  # the run that it compares with
-
-    @property
-    def verdict(self) -> GateVerdict:
-        """What came of it. A gate that has no limit, or nothing to hold against it, did not pass
-        anything.
-        """
-        if not self.passed:
-            return "refused" if self.action == "refuse" else "warned"
-        if self.allowed == "any":
-            return "no limit"
-        return "nothing to compare" if self.value is None else "passed"
-
-    def words(self) -> str:
-        """The gate in a sentence."""
-        value = "not known" if self.value is None else f"{self.value:g}"
-        return f"{self.gate} is {value}, allowed {self.allowed} ({self.detail})"
-
-
-class AuditReport(Stored):
-    """All gates of a run."""
-
-    NAME: ClassVar[str] = "a run's audit"
-
-    run_id: str
-    attempts: dict[int, str] = Field(description="shard -> the attempt that was audited")
-    gates: tuple[GateResult, ...]
-
-    @property
-    def refused(self) -> tuple[GateResult, ...]:
-        """Gates that did not pass and keep the run from being published."""
-        return tuple(g for g in self.gates if not g.passed and g.action == "refuse")
-
-    @property
-    def warned(self) -> tuple[GateResult, ...]:
-        """Gates that did not pass and only say so."""
-        return tuple(g for g in self.gates if not g.passed and g.action == "warn")
-
-
 class Published(Record):
     """What a publish made visible. A table's history is a list of these, the newest first."""
 
@@ -291,7 +241,7 @@ class RunManifest(Stored):
         """Mean probability that the first generated token stays in the catalog, where known."""
         task = self.plan.config.task
         users = self.counts.users_recommended + self.counts.users_without_eligible
-        if task.generate is None or task.score_norm != "full_vocab" or not users:
+        if not task.searches_catalog or task.score_norm != "full_vocab" or not users:
             return None
         if self._native() is not None:
             return None  # its beams do not tell
@@ -299,7 +249,7 @@ class RunManifest(Stored):
 
     def _beam_widths(self) -> dict[int, int] | None:
         """How many users were searched with which widest beam, the narrowest first."""
-        if self.plan.config.task.generate is None:
+        if not self.plan.config.task.searches_catalog:
             return None
         widths: dict[int, int] = {}
         for receipt in self.shards:
@@ -355,7 +305,7 @@ class RunManifest(Stored):
             "surface": self.plan.surface,
             "users_in": c.users_in,
             "users_recommended": c.users_recommended,
-            **({"users_embedded": c.users_embedded} if self.plan.config.task.embed else {}),
+            **({} if self.plan.config.task.gives_lists else {"users_embedded": c.users_embedded}),
             "users_quarantined": c.users_quarantined,
             "users_without_eligible": c.users_without_eligible,
             "candidates_in": c.candidates_in,

@@ -138,7 +138,7 @@ class RunConfig(Section):
     @property
     def needs_items(self) -> bool:
         """Whether the run reads a catalog. Only embeddings of prompts without history do not."""
-        return self.task.embed is None or self.prompt.parsed.uses("history")
+        return self.task.gives_lists or self.prompt.parsed.uses("history")
 
     @property
     def reads_history(self) -> bool:
@@ -171,7 +171,7 @@ class RunConfig(Section):
         yield from self._check_paths()
         _ = self.task.eligible
         yield from self._check_items()
-        yield from self._check_task()
+        yield from self.task.conflicts(self)
         template = self.prompt.parsed
         runs_a_model = self.engine.backend in ("torch", "trtllm")
         if runs_a_model and self.engine.model is None:
@@ -244,128 +244,6 @@ class RunConfig(Section):
             yield ConfigError(
                 "prompt.template has {user_sid} but there is no sid section", field="sid"
             )
-
-    def _check_task(self) -> Iterator[ConfigError]:
-        """Settings that exclude each other."""
-        task = self.task
-        if self.inputs.self_contained and self.inputs.exclusions is not None:
-            yield ConfigError(
-                "inputs.exclusions is not read with inputs.self_contained",
-                expected="each user's exclusions in the users column excluded_item_ids",
-                field="inputs.exclusions",
-            )
-        own = self.inputs.self_contained  # the users table may hold the candidates
-        if task.uses_candidates and self.inputs.candidates is None and not own:
-            name = "score" if task.score is not None else "label"
-            yield ConfigError(
-                f"task.{name} needs inputs.candidates", got="none", field="inputs.candidates"
-            )
-        if task.embed is not None and self.output.layout != "long":
-            yield ConfigError(
-                "embeddings have no wide layout",
-                expected="output.layout: long",
-                got="wide",
-                field="output.layout",
-            )
-        yield from self._check_limits()
-        if task.embed is not None:
-            yield from self._refuse("has no meaning for embed", self._item_settings())
-            return
-        if self.sid is None:
-            settings = self._item_settings()
-            for name in ("k_column", "eligibility", "exclude_history"):
-                del settings[f"task.{name}"]
-            settings["task.generate"] = task.generate is not None
-            yield from self._refuse("needs semantic IDs, a sid section", settings)
-            return
-        levels = len(self.sid.sizes)
-        if task.quota is not None and task.quota.level > levels:
-            yield ConfigError(
-                "task.quota.level is deeper than the semantic IDs",
-                expected=f"at most {levels}",
-                got=str(task.quota.level),
-                field="task.quota.level",
-            )
-        if task.generate is not None:
-            try:
-                task.generate.widths(levels)
-            except ConfigError as err:
-                yield err
-            yield from self._check_native(task.generate)
-        if task.score is not None and task.score.length_norm != "sum":
-            yield ConfigError(
-                "task.score.length_norm: mean is for items named by text",
-                expected="sum, so that a semantic ID scores the same scored and generated",
-                got="mean",
-                field="task.score.length_norm",
-            )
-
-    def _check_native(self, generate: GenerateSettings) -> Iterator[ConfigError]:
-        """Native beams need an engine that has them, and say less than constrained ones."""
-        if generate.mode == "constrained":
-            return
-        if self.audit.min_legal_mass is not None:
-            yield ConfigError(
-                "audit.min_legal_mass needs constrained beams",
-                expected="task.generate.mode: constrained",
-                got=generate.mode,
-                field="audit.min_legal_mass",
-            )
-        if generate.mode == "auto":
-            return
-        if self.engine.backend in ("fake", "torch"):
-            yield ConfigError(
-                "task.generate.mode: native needs an engine with beams of its own",
-                expected="engine.backend: trtllm",
-                got=self.engine.backend,
-                field="task.generate.mode",
-            )
-        if self.task.score_norm != "full_vocab" and not generate.rescore:
-            yield ConfigError(
-                "native beams have scores over the whole vocabulary",
-                expected="task.score_norm: full_vocab, or task.generate.rescore: true",
-                got=f"task.score_norm: {self.task.score_norm}",
-                field="task.generate.rescore",
-            )
-
-    def _check_limits(self) -> Iterator[ConfigError]:
-        """A limit of the audit that nothing would be held against is refused, not ignored."""
-        task, audit = self.task, self.audit
-        lists = ("min_rows", "min_rows_p5", "max_score_drift", "min_overlap", "max_row_change",
-                 "min_distinct_lists", "max_history_rows")  # fmt: skip
-        if task.embed is not None:
-            limits = {f"audit.{n}": getattr(audit, n) is not None for n in lists}
-            yield from self._refuse("is about lists, and embed writes none", limits)
-        if not self.reads_history:
-            limits = {"audit.max_history_rows": audit.max_history_rows is not None}
-            yield from self._refuse("needs {history} or task.exclude_history", limits)
-        if task.generate is None:
-            limits = {
-                "audit.min_exact_share": audit.min_exact_share is not None,
-                "audit.min_legal_mass": audit.min_legal_mass is not None,
-            }
-            yield from self._refuse("needs task.generate", limits)
-        if task.score_norm != "full_vocab":
-            limits = {"audit.min_legal_mass": audit.min_legal_mass is not None}
-            yield from self._refuse("needs task.score_norm: full_vocab", limits)
-
-    def _item_settings(self) -> dict[str, bool]:
-        """Settings about items and lists, and whether they differ from their defaults."""
-        task = self.task
-        return {
-            "task.quota": task.quota is not None,
-            "task.collisions": task.collisions != "all",
-            "task.score_norm": task.score_norm != "full_vocab",
-            "task.k_column": task.k_column is not None,
-            "task.eligibility": task.eligibility is not None,
-            "task.exclude_history": task.exclude_history,
-        }
-
-    @staticmethod
-    def _refuse(why: str, settings: dict[str, bool]) -> Iterator[ConfigError]:
-        for name, is_set in settings.items():
-            if is_set:
-                yield ConfigError(f"{name} {why}", expected="no such setting", field=name)
 
 
 def json_schema() -> dict[str, Any]:

@@ -255,11 +255,13 @@ ELIGIBILITY = "eligibility."  # prefix of what task.eligibility reads, in its ow
 LABEL_SCORES = pa.list_(pa.struct([("label", pa.string()), ("score", pa.float32())]))
 
 
-def recommendations_schema(user_id: IdType, item_id: IdType, *, labels: bool = False) -> pa.Schema:
+def recommendations_schema(
+    user_id: IdType, item_id: IdType, more: Iterable[pa.Field] = ()
+) -> pa.Schema:
     """The published table, long layout, without its partition columns `ds` and `surface`.
 
     Those stand in the path, as Hive, Spark and pyarrow expect: a file that repeats them makes
-    `pyarrow.parquet.read_table(root)` fail. `labels`: with the scores of `task.label`.
+    `pyarrow.parquet.read_table(root)` fail. `more`: the columns that its tasks add.
     """
     fields = [
         pa.field("user_id", ID_TYPES[user_id], nullable=False),
@@ -270,13 +272,11 @@ def recommendations_schema(user_id: IdType, item_id: IdType, *, labels: bool = F
         pa.field("exact", pa.bool_(), nullable=False),
         pa.field("run_id", pa.string(), nullable=False),
     ]
-    if labels:
-        fields.append(pa.field("labels", LABEL_SCORES, nullable=False))
-    return pa.schema(fields)
+    return pa.schema([*fields, *more])
 
 
 def embeddings_schema(user_id: IdType, width: int) -> pa.Schema:
-    """The published table of `task.embed`: one vector per user."""
+    """The published table of embeddings: one vector per user."""
     return pa.schema(
         [
             pa.field("user_id", ID_TYPES[user_id], nullable=False),

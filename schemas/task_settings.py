@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -15,6 +16,9 @@ from pydantic import (
 from schemas.eligibility import Expression, parse_eligibility
 from schemas.errors import ConfigError, quoted
 from schemas.section import LONGEST_LIST, Count, Flag, Name, Positive, Section, naming
+
+if TYPE_CHECKING:
+    from schemas.settings import RunConfig
 
 ScoreNorm = Literal["full_vocab", "sid_range", "level", "trie"]
 CollisionPolicy = Literal["all", "most_popular", "first"]
@@ -150,6 +154,27 @@ class TaskSettings(Section):
         return self.score is not None or self.label is not None
 
     @property
+    def gives_lists(self) -> bool:
+        """Whether users get lists of items; else embeddings."""
+        return self.embed is None
+
+    @property
+    def searches_catalog(self) -> bool:
+        """Whether any item of the catalog may be recommended, not candidates alone."""
+        return self.generate is not None
+
+    @property
+    def labels_column(self) -> str | None:
+        """Users column with labels of their own."""
+        return None if self.label is None else self.label.labels_column
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Names of the tasks that are asked for."""
+        names = ("score", "generate", "label", "embed")
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    @property
     def eligible(self) -> Expression | None:
         """The eligibility expression."""
         with naming("task.eligibility"):
@@ -169,3 +194,123 @@ class TaskSettings(Section):
         if self.label is not None and self.score_norm != "full_vocab":
             raise ValueError("task.score_norm has no meaning for label; leave it out")
         return self
+
+    def conflicts(self, config: RunConfig) -> Iterator[ConfigError]:
+        """Settings of the run that exclude each other."""
+        if config.inputs.self_contained and config.inputs.exclusions is not None:
+            yield ConfigError(
+                "inputs.exclusions is not read with inputs.self_contained",
+                expected="each user's exclusions in the users column excluded_item_ids",
+                field="inputs.exclusions",
+            )
+        own = config.inputs.self_contained  # the users table may hold the candidates
+        if self.uses_candidates and config.inputs.candidates is None and not own:
+            name = "score" if self.score is not None else "label"
+            yield ConfigError(
+                f"task.{name} needs inputs.candidates", got="none", field="inputs.candidates"
+            )
+        if self.embed is not None and config.output.layout != "long":
+            yield ConfigError(
+                "embeddings have no wide layout",
+                expected="output.layout: long",
+                got="wide",
+                field="output.layout",
+            )
+        yield from self._check_limits(config)
+        if self.embed is not None:
+            yield from self._refuse("has no meaning for embed", self._item_settings())
+            return
+        if config.sid is None:
+            settings = self._item_settings()
+            for name in ("k_column", "eligibility", "exclude_history"):
+                del settings[f"task.{name}"]
+            settings["task.generate"] = self.generate is not None
+            yield from self._refuse("needs semantic IDs, a sid section", settings)
+            return
+        levels = len(config.sid.sizes)
+        if self.quota is not None and self.quota.level > levels:
+            yield ConfigError(
+                "task.quota.level is deeper than the semantic IDs",
+                expected=f"at most {levels}",
+                got=str(self.quota.level),
+                field="task.quota.level",
+            )
+        if self.generate is not None:
+            try:
+                self.generate.widths(levels)
+            except ConfigError as err:
+                yield err
+            yield from self._check_native(self.generate, config)
+        if self.score is not None and self.score.length_norm != "sum":
+            yield ConfigError(
+                "task.score.length_norm: mean is for items named by text",
+                expected="sum, so that a semantic ID scores the same scored and generated",
+                got="mean",
+                field="task.score.length_norm",
+            )
+
+    def _check_native(self, generate: GenerateSettings, config: RunConfig) -> Iterator[ConfigError]:
+        """Native beams need an engine that has them, and say less than constrained ones."""
+        if generate.mode == "constrained":
+            return
+        if config.audit.min_legal_mass is not None:
+            yield ConfigError(
+                "audit.min_legal_mass needs constrained beams",
+                expected="task.generate.mode: constrained",
+                got=generate.mode,
+                field="audit.min_legal_mass",
+            )
+        if generate.mode == "auto":
+            return
+        if config.engine.backend in ("fake", "torch"):
+            yield ConfigError(
+                "task.generate.mode: native needs an engine with beams of its own",
+                expected="engine.backend: trtllm",
+                got=config.engine.backend,
+                field="task.generate.mode",
+            )
+        if self.score_norm != "full_vocab" and not generate.rescore:
+            yield ConfigError(
+                "native beams have scores over the whole vocabulary",
+                expected="task.score_norm: full_vocab, or task.generate.rescore: true",
+                got=f"task.score_norm: {self.score_norm}",
+                field="task.generate.rescore",
+            )
+
+    def _check_limits(self, config: RunConfig) -> Iterator[ConfigError]:
+        """A limit of the audit that nothing would be held against is refused, not ignored."""
+        audit = config.audit
+        lists = ("min_rows", "min_rows_p5", "max_score_drift", "min_overlap", "max_row_change",
+                 "min_distinct_lists", "max_history_rows")  # fmt: skip
+        if self.embed is not None:
+            limits = {f"audit.{n}": getattr(audit, n) is not None for n in lists}
+            yield from self._refuse("is about lists, and embed writes none", limits)
+        if not config.reads_history:
+            limits = {"audit.max_history_rows": audit.max_history_rows is not None}
+            yield from self._refuse("needs {history} or task.exclude_history", limits)
+        if self.generate is None:
+            limits = {
+                "audit.min_exact_share": audit.min_exact_share is not None,
+                "audit.min_legal_mass": audit.min_legal_mass is not None,
+            }
+            yield from self._refuse("needs task.generate", limits)
+        if self.score_norm != "full_vocab":
+            limits = {"audit.min_legal_mass": audit.min_legal_mass is not None}
+            yield from self._refuse("needs task.score_norm: full_vocab", limits)
+
+    def _item_settings(self) -> dict[str, bool]:
+        """Settings about items and lists, and whether they differ from their defaults."""
+        return {
+            "task.quota": self.quota is not None,
+            "task.collisions": self.collisions != "all",
+            "task.score_norm": self.score_norm != "full_vocab",
+            "task.k_column": self.k_column is not None,
+            "task.eligibility": self.eligibility is not None,
+            "task.exclude_history": self.exclude_history,
+        }
+
+    @staticmethod
+    def _refuse(why: str, settings: dict[str, bool]) -> Iterator[ConfigError]:
+        for name, is_set in settings.items():
+            if is_set:
+                yield ConfigError(f"{name} {why}", expected="no such setting", field=name)

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.backend import NodeBatch, Targets
+from engine.backend import ROUNDING, NodeBatch, Targets
 from engine.decoding import Decoding
-from engine.score_norms import ROUNDING
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.quotas import place_in_group
 

@@ -27,7 +27,7 @@ from engine.trees.device_trie import DeviceTrie
 from engine.trees.sid_trie import SidTrie
 from schemas.errors import EngineError
 from schemas.requests import Ints, NativeBeams, Ragged, SidBeams
-from schemas.settings import RunConfig
+from schemas.settings import GenerateSettings, RunConfig
 
 log = logging.getLogger("nightshelf.beams")
 _LONG_PROMPT = 2048  # tokens; from here on a prompt sent once per level costs more than its beams
@@ -74,25 +74,26 @@ class _Valid:
     score: NDArray[np.float32]  # [H]
 
 
-def uses_native_beams(config: RunConfig, trie: SidTrie, backend: Backend) -> bool:
+def uses_native_beams(
+    config: RunConfig, settings: GenerateSettings, trie: SidTrie, backend: Backend
+) -> bool:
     """Whether this run's beams are the engine's own; `auto` says why in the log.
 
     Raises:
         EngineError: `native` is asked for and cannot be.
     """
-    generate = config.task.generate
-    if generate is None or generate.mode == "constrained":
+    if settings.mode == "constrained":
         return False
-    obstacle = _obstacle(config, trie, backend)
-    if generate.mode == "native":
-        if obstacle is not None:
-            raise EngineError(
-                "task.generate.mode: native cannot be used here",
-                got=obstacle,
-                do="Use task.generate.mode: constrained, or auto.",
-            )
+    obstacle = _obstacle(config, settings, trie, backend)
+    if settings.mode == "native" and obstacle is not None:
+        raise EngineError(
+            "task.generate.mode: native cannot be used here",
+            got=obstacle,
+            do="Use task.generate.mode: constrained, or auto.",
+        )
+    if settings.mode == "native":
         return True
-    why = obstacle or _preference(config)
+    why = obstacle or _preference(config, settings)
     chosen = "native" if why is None else "constrained"
     reason = why or f"prompts may have {_LONG_PROMPT} tokens and more"
     # A warning, so that it is seen: nobody configures a logger for a worker.
@@ -100,59 +101,52 @@ def uses_native_beams(config: RunConfig, trie: SidTrie, backend: Backend) -> boo
     return why is None
 
 
-def _obstacle(config: RunConfig, trie: SidTrie, backend: Backend) -> str | None:
+def _obstacle(
+    config: RunConfig, settings: GenerateSettings, trie: SidTrie, backend: Backend
+) -> str | None:
     """Why native beams cannot be used; None: they can."""
-    generate = config.task.generate
-    assert generate is not None, "the caller looked"
     if not isinstance(backend, NativeBackend):
         return f"backend {backend.facts.name} has no beam search of its own"
     if (trie.depth_of_node[trie.node_of_sid] != trie.depth).any():
         return "semantic IDs differ in length, and its beams have one length"
-    if generate.exact:
+    if settings.exact:
         return "exact: true needs a certificate"
-    if not isinstance(generate.width, int):
+    if not isinstance(settings.width, int):
         return "width is a list, and its beams have one width"
-    if config.task.score_norm != "full_vocab" and not generate.rescore:
+    if config.task.score_norm != "full_vocab" and not settings.rescore:
         return f"score_norm {config.task.score_norm} needs rescore: true"
     return None
 
 
-def _preference(config: RunConfig) -> str | None:
+def _preference(config: RunConfig, settings: GenerateSettings) -> str | None:
     """Why constrained beams are preferred; None: native ones are."""
-    generate = config.task.generate
-    assert generate is not None, "the caller looked"
     if config.inputs.exclusions is not None or config.task.eligibility is not None:
         return "exclusions would shorten its lists"
     if config.inputs.self_contained:
         return "the users table may hold exclusions, which would shorten its lists"
     if config.prompt.max_tokens < _LONG_PROMPT:
         return f"prompts are below {_LONG_PROMPT} tokens"
-    if max(generate.widths(len(config.space.sizes))) > _WIDE:
+    if max(settings.widths(len(config.space.sizes))) > _WIDE:
         return f"the width is above {_WIDE}"
     return None
 
 
 def search_natively(
-    decoding: Decoding,
-    *,
-    width: int,
-    k: int,
-    rescore: bool,
-    compare_users: int,
-    max_rows: int,
+    decoding: Decoding, settings: GenerateSettings, *, k: int, max_rows: int
 ) -> tuple[SidBeams, NDArray[np.bool_], NativeBeams]:
     """The engine's beams that name an item, for every prompt; prompts that failed; and counts."""
-    assert isinstance(decoding.backend, NativeBackend), "uses_native_beams checked it"
+    assert isinstance(decoding.backend, NativeBackend), "`uses_native_beams` looked"
+    width = max(settings.widths(decoding.index.trie.depth))
     raw = decoding.backend.native_beams(decoding.context)
     valid, counts = match_catalog(raw, decoding.index)
-    if rescore:
+    if settings.rescore:
         valid = _rescored(decoding, valid, max_rows)
     # Beams without a score are no answer; beams with one that name no item are.
     failed = raw.failed | ~np.isfinite(raw.score).any(axis=1)
     failed[valid.prompt[~np.isfinite(valid.score)]] = True
     num = decoding.num_prompts
-    if compare_users:
-        prompts = np.arange(min(compare_users, num), dtype=np.int64)
+    if settings.compare_users:
+        prompts = np.arange(min(settings.compare_users, num), dtype=np.int64)
         counts = counts + _overlap(decoding, valid, prompts, width, k)
     nothing_known = np.full(num, np.nan, dtype=np.float32)
     beams = SidBeams(

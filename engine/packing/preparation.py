@@ -73,11 +73,14 @@ class Preparation:
         trie: SidTrie | None,
         tokenizer: Tokenizer,
         facts: BackendFacts,
+        *,
+        labels: LabelReader | None,
         num_soft: int,
     ) -> None:
         """Set up once for all shards.
 
         Args:
+            labels: reads the labels of users, where a task asks for them.
             num_soft: soft tokens of a user vector.
 
         Raises:
@@ -85,9 +88,7 @@ class Preparation:
                 than a prompt may need.
         """
         self._task = config.task
-        self._label: LabelReader | None = None
-        if config.task.label is not None:
-            self._label = LabelReader(config.task.label, tokenizer, facts.vocab_size)
+        self._label = labels
         self.label_suffix = self._label.suffix if self._label else np.empty(0, dtype=np.int64)
         self.tokens = _item_tokens(config, trie, tokenizer, facts.vocab_size)
         _check_positions(config, trie, len(self.label_suffix), facts.max_positions)
@@ -124,10 +125,10 @@ class Preparation:
         if users.candidates is not None:
             nodes, shared_tree = self.trees.rows(users.candidates)
             candidate_tokens = self.trees.tokens(users.candidates)
-            if self._task.generate is None:
+            if not self._task.searches_catalog:
                 usable &= users.candidates.scorable > 0  # nothing to do for the others
         rows = nodes + nodes_per_user
-        same_as = same_work(users, prompts, labels, usable, items=self._task.embed is None)
+        same_as = same_work(users, prompts, labels, usable, items=self._task.gives_lists)
         return Prepared(
             users=users,
             prompts=prompts,

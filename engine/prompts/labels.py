@@ -1,4 +1,4 @@
-"""Labels of `task.label` as tokens of the model: the configured ones, and users' own."""
+"""Labels as tokens of the model: the configured ones, and users' own."""
 
 from __future__ import annotations
 

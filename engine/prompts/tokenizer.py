@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from engine.checkpoints.architecture import declared_vocab_size
 from engine.prompts.user_text import UserTokenizer, make_plain
-from schemas.errors import CatalogError, ConfigError, EngineError, is_panic, quoted
+from schemas.errors import CatalogError, EngineError, is_panic, quoted
 from schemas.semantic_ids import BoundSidSpace, SidSpace
 from schemas.settings import RunConfig
 
@@ -178,7 +178,6 @@ def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
         CatalogError: as `bind_space`.
             A SID token is one character, and texts stand in prompts.
         EngineError: the folder holds an adapter, or no config.json.
-        ConfigError: a label of `task.label` is not one token.
     """
     if config.engine.model is not None:
         _refuse_adapters(config.engine.model)
@@ -186,8 +185,6 @@ def check_model(config: RunConfig, tokenizer: Tokenizer) -> None:
     if config.sid is not None:
         bind_space(config, tokenizer)
     _check_texts(config, tokenizer)
-    if config.task.label is not None:
-        _check_labels(config, tokenizer, config.task.label.labels)
 
 
 def _check_texts(config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -199,26 +196,6 @@ def _check_texts(config: RunConfig, tokenizer: Tokenizer) -> None:
             got=quoted(list(same)),
             where="sid.tokens",
             do="Leave the text out of prompt.template, or give items tokens of their own.",
-        )
-
-
-def _check_labels(config: RunConfig, tokenizer: Tokenizer, labels: tuple[str | int, ...]) -> None:
-    vocab, tokens = vocab_size(config), []
-    for label in labels:
-        token = tokenizer.token_id(label) if isinstance(label, str) else label
-        if token is None or token < 0 or (vocab is not None and token >= vocab):
-            text = f", {len(tokenizer.encode_template(str(label)))} tokens"
-            raise ConfigError(
-                "a label is not one token of the model",
-                expected="texts of one token each, as the model was trained to answer, or ids"
-                + (f" below {vocab}" if vocab else ""),
-                got=quoted(label) + (text if isinstance(label, str) else ""),
-                where="task.label.labels",
-            )
-        tokens.append(token)
-    if len(set(tokens)) < len(tokens):
-        raise ConfigError(
-            "two labels are the same token", got=quoted(list(labels)), where="task.label.labels"
         )
 
 

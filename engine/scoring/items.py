@@ -11,15 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backend import NodeBatch, Targets
 from engine.decoding import Decoding
-from engine.score_norms import ROUNDING
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.token_tree import TokenTree, TreeLevel, build_token_tree, candidate_parts
-from schemas.requests import Ints, ItemScores, Ragged, place_within
+from schemas.requests import Ints, Ragged, place_within
 from schemas.settings import LengthNorm
 
 
@@ -101,20 +99,6 @@ def forward_tree(decoding: Decoding, tree: TokenTree, max_rows: int) -> Ints:
     for nodes in _node_batches(tree, decoding.index, starts, max_rows):
         decoding.extend(nodes)
     return starts
-
-
-def unsound(scored: ItemScores, labels: Ints | None) -> NDArray[np.bool_]:
-    """Entries `[M]` that the model gave no log-probability: NaN, -inf, or one above 0.
-
-    Args:
-        labels: how many each user has `[U]`, where labels are scored; what is behind them is NaN.
-    """
-    scores = scored.score[:, None] if scored.labels is None else scored.labels
-    bad = ~np.isfinite(scores) | (scores > ROUNDING)
-    if scored.labels is not None:
-        assert labels is not None, "label scores come with the number of labels"
-        bad &= np.arange(scores.shape[1]) < labels[scored.user][:, None]
-    return np.asarray(bad.any(axis=1))
 
 
 def _level_starts(tree: TokenTree) -> Ints:

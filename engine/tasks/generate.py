@@ -2,37 +2,103 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from engine.generate.bounds import nodes_per_prompt
-from engine.generate.frontier import SegmentMask
-from engine.generate.native_beams import NativeBackend, search_natively, uses_native_beams
-from engine.generate.search import search
-from engine.packing.preparation import Prepared
-from engine.tasks.task import Answer, Pass, Setup
+from engine.tasks.task import Answer, Load, Pass, Runner, Setup, Task
 from engine.trees.exclusions import EligibleTrie, dead_nodes
-from schemas.requests import Eligibility, Ints, UserBatch
+from schemas.gates import GateResult, threshold
+from schemas.requests import Eligibility, UserBatch
+from schemas.runs import Counts, ShardReceipt
 from schemas.settings import GenerateSettings
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class Generate:
-    """The best k semantic IDs of the catalog for each user."""
+    from engine.generate.frontier import SegmentMask
+    from engine.packing.preparation import Prepared
+    from schemas.requests import Ints
 
-    def __init__(self, settings: GenerateSettings, setup: Setup) -> None:
-        config, trie = setup.config, setup.index.trie
-        self._settings = settings
-        self._index = setup.index
-        self._widths = settings.widths(config.space.num_levels)
-        self._k = min(config.task.k, trie.num_sids)
-        self.nodes_per_user = nodes_per_prompt(trie, self._widths)
-        self._segments: tuple[EligibleTrie, Tensor] | None = None
-        self._native = uses_native_beams(config, trie, setup.backend)
-        if self._native:
-            assert isinstance(setup.backend, NativeBackend), "uses_native_beams checked it"
+
+class Generate(Task):
+    """Searches the catalog for each user's best k semantic IDs."""
+
+    name = "generate"
+
+    @property
+    def kind(self) -> str:
+        """An item has one score, whether it was scored or generated."""
+        return f"score {self.config.task.score_norm}"
+
+    @property
+    def settings(self) -> GenerateSettings:
+        """Its section."""
+        assert self.config.task.generate is not None, "the run generates"
+        return self.config.task.generate
+
+    def rows_forwarded(self, load: Load) -> float:
+        """The beams of all levels but the last; a stateless backend sends a chain for each, and the
+        prompt again with every level."""
+        widths = self.settings.widths(load.levels)[: load.levels - 1]
+        if not load.stateless or self.settings.mode == "native":
+            return sum(widths)
+        chains = sum(width * (depth + 2) for depth, width in enumerate(widths))
+        return (load.levels - 1) * load.prompt + chains
+
+    def gates(self, counts: Counts, receipts: list[ShardReceipt]) -> list[GateResult]:
+        """Lists that are proven exact, and how much of the model's mass the catalog holds."""
+        limits = self.config.audit
+        exact = counts.users_exact / max(counts.users_recommended, 1)
+        detail = "share of lists proven exact"
+        found = [threshold("exact_share", exact, detail, least=limits.min_exact_share)]
+        if self.config.task.score_norm == "full_vocab":
+            users = counts.users_recommended + counts.users_without_eligible
+            mass = sum(receipt.legal_mass_sum for receipt in receipts) / max(users, 1)
+            detail = "mean probability that the first token stays in the catalog"
+            found.append(threshold("legal_mass", mass, detail, least=limits.min_legal_mass))
+        return found
+
+    def start(self, setup: Setup) -> Runner:
+        """Generation at work.
+
+        Raises:
+            EngineError: native beams are asked for and cannot be.
+        """
+        from engine.generate.bounds import nodes_per_prompt
+        from engine.generate.native_beams import NativeBackend, uses_native_beams
+
+        trie, config = setup.index.trie, self.config
+        widths = self.settings.widths(config.space.num_levels)
+        native = uses_native_beams(config, self.settings, trie, setup.backend)
+        if native:
+            assert isinstance(setup.backend, NativeBackend), "`uses_native_beams` looked"
             setup.backend.start_beams(
-                width=self._widths[0], steps=trie.depth, prompt_tokens=config.prompt.max_tokens
+                width=widths[0], steps=trie.depth, prompt_tokens=config.prompt.max_tokens
             )
+        return _Generating(
+            self.settings,
+            setup,
+            widths=widths,
+            k=min(config.task.k, trie.num_sids),
+            nodes_per_user=nodes_per_prompt(trie, widths),
+            native=native,
+        )
+
+
+class _Generating:
+    def __init__(
+        self,
+        settings: GenerateSettings,
+        setup: Setup,
+        *,
+        widths: tuple[int, ...],
+        k: int,
+        nodes_per_user: int,
+        native: bool,
+    ) -> None:
+        self.nodes_per_user = nodes_per_user
+        self._settings, self._index = settings, setup.index
+        self._widths, self._k, self._native = widths, k, native
+        self._segments: tuple[EligibleTrie, Tensor] | None = None
 
     def most_nodes(self, prepared: Prepared, pack: Ints, max_rows: int) -> int:
         """Beams of all levels of all users."""
@@ -40,16 +106,13 @@ class Generate:
 
     def run(self, one: Pass) -> Answer:
         """The beams of all users; with `exact`, again and wider for those not certified."""
-        depth = self._index.trie.depth
-        native = None
+        from engine.generate.native_beams import search_natively
+        from engine.generate.search import search
+
+        depth, native = self._index.trie.depth, None
         if self._native:
             beams, failed, native = search_natively(
-                one.decoding,
-                width=self._widths[0],
-                k=self._k,
-                rescore=self._settings.rescore,
-                compare_users=self._settings.compare_users,
-                max_rows=one.max_rows,
+                one.decoding, self._settings, k=self._k, max_rows=one.max_rows
             )
             nodes = beams.width * (depth - 1)  # the last token is not fed back
         else:
@@ -71,17 +134,18 @@ class Generate:
         if users.excluded is None or not len(users.excluded.values):
             return None, segments
         keys = dead_nodes(self._index.trie, users.excluded, users.eligibility, eligible)
-        return torch.from_numpy(keys).to(self._index.device), segments
+        return self._index.put(keys), segments
 
     def _eligible(
         self, eligibility: Eligibility | None
     ) -> tuple[EligibleTrie | None, SegmentMask | None]:
         """The trie as the batch's segments see it; propagated once for all packs of a shard."""
+        from engine.generate.frontier import SegmentMask
+
         if eligibility is None:
             return None, None
-        index = self._index
         if self._segments is None or self._segments[0].eligible is not eligibility.eligible:
-            trie = EligibleTrie(index.trie, eligibility.eligible)
-            self._segments = (trie, torch.from_numpy(trie.alive).to(index.device))
+            trie = EligibleTrie(self._index.trie, eligibility.eligible)
+            self._segments = (trie, self._index.put(trie.alive))
         trie, alive = self._segments
-        return trie, SegmentMask(alive, torch.from_numpy(eligibility.segment).to(index.device))
+        return trie, SegmentMask(alive, self._index.put(eligibility.segment))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
+from engine.backend import ROUNDING
 from engine.trees.sid_trie import SidTrie
 from engine.trees.token_tree import TokenTree, build_token_tree, repeat_trees
 from schemas.requests import CandidateSets, Ints, ItemScores, Ragged, UserBatch
@@ -72,3 +74,17 @@ def without_forbidden(scored: ItemScores, users: UserBatch) -> ItemScores:
         score=scored.score[allowed],
         labels=labels,
     )
+
+
+def unsound(scored: ItemScores, labels: Ints | None) -> NDArray[np.bool_]:
+    """Entries `[M]` that the model gave no log-probability: NaN, -inf, or one above 0.
+
+    Args:
+        labels: how many each user has `[U]`, where labels are scored; what is behind them is NaN.
+    """
+    scores = scored.score[:, None] if scored.labels is None else scored.labels
+    bad = ~np.isfinite(scores) | (scores > ROUNDING)
+    if scored.labels is not None:
+        assert labels is not None, "label scores come with the number of labels"
+        bad &= np.arange(scores.shape[1]) < labels[scored.user][:, None]
+    return np.asarray(bad.any(axis=1))

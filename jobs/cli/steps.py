@@ -49,7 +49,8 @@ from pipelines.publish import open_table
 from pipelines.storage import files
 from schemas.config_file import load_config
 from schemas.errors import AuditRefusedError, ConfigError
-from schemas.runs import AuditReport, RunPlan
+from schemas.gates import AuditReport
+from schemas.runs import RunPlan
 from schemas.settings import RunConfig
 
 steps = typer.Typer(no_args_is_help=True)

@@ -23,9 +23,9 @@ from pipelines.shards.run_shard import load_receipt
 from pipelines.storage import files
 from pipelines.storage.records import read_record
 from schemas.errors import AuditRefusedError, NightshelfError, RunError, StorageError, quoted
+from schemas.gates import AuditReport
 from schemas.markers import Launch
 from schemas.runs import (
-    AuditReport,
     Counts,
     Published,
     RunEnd,

@@ -59,7 +59,7 @@ def copy_tables(spark: SparkSession, config: RunConfig) -> RunConfig:
         StorageError: the copy could not be written.
     """
     unused = {"candidates"} if not config.task.uses_candidates else set()
-    unused |= {"exclusions"} if config.task.embed is not None else set()
+    unused |= set() if config.task.gives_lists else {"exclusions"}
     unused |= set() if config.needs_items else {"catalog"}
     tables = config.inputs.tables
     folders = {

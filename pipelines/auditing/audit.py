@@ -11,12 +11,14 @@ import polars as pl
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from engine.tasks import tasks_of
 from pipelines.auditing.row_gates import RowGates
 from pipelines.publish.last_published import last_published
 from pipelines.shards.profile import ProfileBuilder, RunProfile, overlap, score_drift
 from pipelines.sources.frames import read_frame
 from pipelines.storage import files
-from schemas.runs import AuditReport, Counts, GateResult, RunPlan, ShardReceipt
+from schemas.gates import AuditReport, GateResult, count, threshold
+from schemas.runs import Counts, RunPlan, ShardReceipt
 
 _FEW = 0.05  # share of users whose lists may be shorter than `rows_p5` says
 
@@ -25,11 +27,12 @@ def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
     """Apply every gate to the staged rows of a run that has all its receipts."""
     counts = Counts.total(receipt.counts for receipt in receipts)
     settings = plan.config.audit
+    gates_on_rows = _list_gates if plan.config.task.gives_lists else _embedding_gates
     gates = [
         _conservation(plan, counts, receipts),
         staged_files(plan, receipts),
         _not_empty(plan, counts),
-        *(_embedding_gates if plan.config.task.embed else _list_gates)(plan, receipts, counts),
+        *gates_on_rows(plan, receipts, counts),
         threshold(
             "coverage",
             (counts.users_recommended + counts.users_embedded) / max(counts.users_in, 1),
@@ -51,28 +54,6 @@ def audit_run(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
     )
     attempts = {receipt.shard: receipt.attempt for receipt in receipts}
     return AuditReport(run_id=plan.run_id, attempts=attempts, gates=tuple(acted))
-
-
-def count(name: str, bad: int, detail: str) -> GateResult:
-    """A gate that allows nothing."""
-    return GateResult(gate=name, passed=bad == 0, value=float(bad), allowed="0", detail=detail)
-
-
-def threshold(
-    name: str,
-    value: float | None,
-    detail: str,
-    *,
-    least: float | None = None,
-    most: float | None = None,
-) -> GateResult:
-    """A gate with a limit; without one, or without a value, it only reports."""
-    allowed, passed = "any", True
-    if least is not None:
-        allowed, passed = f">= {least:g}", value is None or value >= least
-    if most is not None:
-        allowed, passed = f"<= {most:g}", value is None or value <= most
-    return GateResult(gate=name, passed=passed, value=value, allowed=allowed, detail=detail)
 
 
 def _limit(most: float) -> float | None:
@@ -150,7 +131,7 @@ def _list_gates(plan: RunPlan, receipts: list[ShardReceipt], counts: Counts) -> 
     return [
         *bad,
         *_length_gates(plan, lengths),
-        *_quality_gates(plan, receipts, counts),
+        *(gate for task in tasks_of(plan.config) for gate in task.gates(counts, receipts)),
         *_sameness_gates(plan, sample, in_history),
         *_change_gates(plan, builder.profile, sample),
     ]
@@ -169,22 +150,6 @@ def _length_gates(plan: RunPlan, lengths: NDArray[np.int64]) -> list[GateResult]
         threshold("rows_min", shortest, "items of the shortest list", least=settings.min_rows),
         threshold("rows_p5", p5, at_p5, least=settings.min_rows_p5),
     ]
-
-
-def _quality_gates(plan: RunPlan, receipts: list[ShardReceipt], counts: Counts) -> list[GateResult]:
-    """What the engine says of its own lists."""
-    settings, task = plan.config.audit, plan.config.task
-    if task.generate is None:
-        return []
-    exact = counts.users_exact / max(counts.users_recommended, 1)
-    detail = "share of lists proven exact"
-    gates = [threshold("exact_share", exact, detail, least=settings.min_exact_share)]
-    if task.score_norm == "full_vocab":
-        users = counts.users_recommended + counts.users_without_eligible
-        mass = sum(receipt.legal_mass_sum for receipt in receipts) / max(users, 1)
-        detail = "mean probability that the first token stays in the catalog"
-        gates.append(threshold("legal_mass", mass, detail, least=settings.min_legal_mass))
-    return gates
 
 
 def _sameness_gates(

@@ -1,7 +1,7 @@
 """What a user would have got without a model: the most popular items, or any items.
 
 Both are drawn from the user's *pool*: the items that the run itself could have recommended to that
-user. With `task.generate` that is the catalog, with candidates alone it is the user's candidates;
+user. Where the catalog is searched that is all of it, else it is the user's candidates;
 in either case without what is excluded for the user and what `task.eligibility` does not allow it.
 
 A pool is a stretch of an item array in the order of popularity, and a list of places in it that
@@ -95,7 +95,7 @@ def pools(batch: UserBatch, catalog: Catalog, task: TaskSettings, order: Ints) -
     """
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
-    if task.generate is None:
+    if not task.searches_catalog:
         assert batch.candidates is not None, "a task that does not generate has candidates"
         if not batch.candidates.shared:
             yield _own(batch.candidates, place)
@@ -115,7 +115,7 @@ def _own(candidates: CandidateSets, place: Ints) -> Pool:
 def _shared(batch: UserBatch, order: Ints, place: Ints, task: TaskSettings) -> Iterator[Pool]:
     """One pool for each combination of a set of items and a segment of the eligibility."""
     none = np.zeros(batch.num_users, dtype=np.int64)
-    sets = None if task.generate is not None else batch.candidates
+    sets = None if task.searches_catalog else batch.candidates
     of_set = none if sets is None else sets.of_user
     of_segment = none if batch.eligibility is None else batch.eligibility.segment
     if not batch.num_users:

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from pipelines.auditing.audit import threshold
 from pipelines.evaluation.agreement import CommonItems, Floats
 from pipelines.inputs.by_shard import ByShard, Segments, depths, staged_rows
 from pipelines.inputs.shard_columns import scan
 from pipelines.shards.profile import task_kind
 from pipelines.storage import files
 from schemas.errors import ConfigError
+from schemas.gates import GateResult, threshold
 from schemas.judgements import (
     Agreement,
     Comparison,
@@ -29,7 +29,7 @@ from schemas.judgements import (
     SegmentChange,
     UserChange,
 )
-from schemas.runs import GateResult, RunPlan, ShardReceipt
+from schemas.runs import RunPlan, ShardReceipt
 
 _MOST_SEGMENTS = 1000
 _DEEPEST = 5000

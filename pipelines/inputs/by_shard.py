@@ -163,9 +163,12 @@ def depths(plan: RunPlan, wanted: tuple[int, ...] | None) -> tuple[int, ...]:
     Raises:
         ConfigError: the run recommends nothing, or one of `wanted` is longer than its lists.
     """
-    if plan.config.task.embed is not None:
+    if not plan.config.task.gives_lists:
         raise ConfigError(
-            "the run has no lists", got="task.embed", where=plan.run_dir, do="Choose another run."
+            "the run has no lists",
+            got=f"task.{plan.config.task.asked[0]}",
+            where=plan.run_dir,
+            do="Choose another run.",
         )
     most = plan.config.task.k
     if wanted is None:

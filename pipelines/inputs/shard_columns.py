@@ -63,7 +63,7 @@ def users_columns(plan: RunPlan) -> dict[str, str]:
     out = {name: kinds.get(name, "text") for name in names if name != "user_id"}
     if plan.config.task.k_column is not None:
         out[K_COLUMN] = "k"
-    if plan.config.task.label is not None and plan.config.task.label.labels_column is not None:
+    if plan.config.task.labels_column is not None:
         out[LABELS_COLUMN] = "labels"
     rule = plan.config.task.eligible
     if rule is not None:  # beside a text copy the prompt may want: these keep their type
@@ -115,14 +115,14 @@ def contract(plan: RunPlan, name: str) -> TableContract:
 
 def contract_of_users(config: RunConfig, *, by_segment: bool) -> TableContract:
     """What the users table must hold for a run."""
-    rule, label, inputs = config.task.eligible, config.task.label, config.inputs
+    rule, inputs = config.task.eligible, config.inputs
     own = inputs.self_contained and config.task.uses_candidates and inputs.candidates is None
     return users_contract(
         config.prompt.parsed,
         by_segment=by_segment,
         eligibility=user_columns(rule) if rule else (),
         k_column=config.task.k_column,
-        labels_column=label.labels_column if label else None,
+        labels_column=config.task.labels_column,
         candidates=own,
         exclusions=inputs.self_contained and config.needs_items,
         history=config.reads_history,
@@ -156,10 +156,8 @@ def _source(plan: RunPlan, name: str) -> str:
         assert plan.config.task.k_column is not None, "a shard has a k only if it is configured"
         return plan.config.task.k_column
     if name == LABELS_COLUMN:
-        label = plan.config.task.label
-        assert label is not None, "a shard has labels only if they are asked for"
-        assert label.labels_column is not None, "a shard has labels only if it is configured"
-        return label.labels_column
+        assert plan.config.task.labels_column is not None, "a shard has labels only if configured"
+        return plan.config.task.labels_column
     return name.removeprefix(ELIGIBILITY)
 
 

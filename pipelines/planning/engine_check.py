@@ -13,6 +13,7 @@ from engine.checkpoints.architecture import longest_position, read_config, text_
 from engine.checkpoints.files import checkpoint_problems, safetensors_header
 from engine.prompts.projector_spec import ProjectorSpec, read_projector_spec
 from engine.prompts.tokenizer import Tokenizer
+from engine.tasks import suffix_tokens
 from schemas.errors import EngineError, NightshelfError, quoted
 from schemas.settings import RunConfig
 
@@ -72,12 +73,12 @@ def _depth(config: RunConfig, tokenizer: Tokenizer | None, *, texts: bool = Fals
     `text.max_tokens`, with `texts`.
     """
     deep = 0
-    if config.sid is not None and config.task.embed is None:
+    if config.sid is not None and config.task.gives_lists:
         deep = len(config.sid.sizes) + (config.sid.end_token is not None)
-    elif config.text is not None and texts and config.task.embed is None:
+    elif config.text is not None and texts and config.task.gives_lists:
         deep = config.text.max_tokens
-    if config.task.label is not None and tokenizer is not None:
-        deep += len(tokenizer.encode_template(config.task.label.suffix))
+    if tokenizer is not None:
+        deep += suffix_tokens(config, tokenizer)
     return deep
 
 

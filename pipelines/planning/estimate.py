@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict
 
 from engine.prompts.projector_spec import read_projector_spec
 from engine.prompts.tokenizer import Tokenizer, load_tokenizer
+from engine.tasks import tasks_of
+from engine.tasks.task import Load
 from pipelines.inputs.shard_columns import first_users
 from pipelines.shards.profile import published_marker
 from pipelines.sources.input_columns import Wanted, read_columns
@@ -55,7 +57,15 @@ def estimate(plan: RunPlan) -> Estimate:
     prompt, static = _prompt_tokens(plan)
     candidates = _candidates(plan)
     levels = len(config.sid.sizes) if config.sid else (config.text.max_tokens if config.text else 0)
-    per_user = _rows_per_user(config, prompt, static, candidates / max(users, 1), levels)
+    stateless = config.engine.backend == "trtllm"
+    load = Load(
+        prompt=prompt,
+        candidates=candidates / max(users, 1),
+        levels=levels,
+        stateless=stateless,
+    )
+    per_user = prompt if stateless else max(prompt - static, 0.0)
+    per_user += sum(task.rows_forwarded(load) for task in tasks_of(config))
     rows = round(per_user * users)
     weights, kv = _model_sizes(config)
     rate, basis = _rows_per_second(plan)
@@ -73,28 +83,6 @@ def estimate(plan: RunPlan) -> Estimate:
         cost=None if hours is None or price is None else round(hours * price, 4),
         basis=basis,
     )
-
-
-def _rows_per_user(
-    config: RunConfig, prompt: float, static: int, candidates: float, levels: int
-) -> float:
-    """Rows forwarded for one user, at most.
-
-    TensorRT-LLM keeps no KV: a beam step sends the prompt again, with a chain and a delimiter for
-    each beam.
-    """
-    task, stateless = config.task, config.engine.backend == "trtllm"
-    rows = prompt if stateless else max(prompt - static, 0.0)
-    if task.uses_candidates:
-        rows += candidates * (levels - (0 if task.label or stateless else 1))
-    if task.generate is not None:
-        widths = task.generate.widths(levels)[: levels - 1]
-        if stateless and task.generate.mode != "native":
-            rows += (levels - 1) * prompt
-            rows += sum(width * (depth + 2) for depth, width in enumerate(widths))
-        else:
-            rows += sum(widths)
-    return rows
 
 
 def _prompt_tokens(plan: RunPlan) -> tuple[float, int]:

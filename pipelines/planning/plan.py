@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from engine.backends.registry import check_backend
 from engine.prompts.projector_spec import read_projector_spec
-from engine.prompts.tokenizer import check_model, load_tokenizer
+from engine.prompts.tokenizer import check_model, load_tokenizer, vocab_size
+from engine.tasks import tasks_of
 from pipelines.catalog.items import describe_items, items_contract, list_items
 from pipelines.inputs.eligibility import check_types
 from pipelines.inputs.segment_count import check_segment_count
@@ -98,6 +99,9 @@ def plan_run(config: RunConfig) -> RunPlan:
         check_segment_count(config, inputs["users"], inputs["catalog"].rows, shards)
     tokenizer = load_tokenizer(config)
     check_model(config, tokenizer)
+    for task in tasks_of(config):
+        if (problem := task.check(tokenizer, vocab_size(config))) is not None:
+            raise problem
     config = fit_prompt(config, tokenizer)
     for problem in engine_problems(config, tokenizer):
         raise problem
@@ -191,7 +195,7 @@ def tables_read(config: RunConfig) -> dict[str, str]:
     paths = {name: path for name, path in config.inputs.paths.items() if path is not None}
     if not config.task.uses_candidates:
         paths.pop("candidates", None)
-    if config.task.embed is not None:
+    if not config.task.gives_lists:
         paths.pop("exclusions", None)
     if not config.needs_items:
         paths.pop("catalog", None)

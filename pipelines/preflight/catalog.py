@@ -41,7 +41,7 @@ def check_items(config: RunConfig, seen: TableSeen, findings: Findings) -> pa.Ar
     for problem in problems:
         findings.add(_as_problem(problem, path, config))
     items = len(ids) if facts is None and ids is not None else facts.items if facts else 0
-    if items and config.task.embed is None and config.task.k > items:
+    if items and config.task.gives_lists and config.task.k > items:
         findings.warn(
             Problem(
                 kind="config",

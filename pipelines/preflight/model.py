@@ -8,13 +8,14 @@ from pathlib import Path
 from engine.backends.registry import check_backend
 from engine.checkpoints.architecture import is_known, read_config
 from engine.checkpoints.packages import missing_packages
-from engine.prompts.tokenizer import check_model, load_tokenizer
+from engine.prompts.tokenizer import check_model, load_tokenizer, vocab_size
+from engine.tasks import tasks_of
 from pipelines.catalog.check import Problem as CatalogProblem
 from pipelines.catalog.check import check_vocabulary
 from pipelines.planning.engine_check import engine_problems, fit_prompt
 from pipelines.preflight.findings import Findings, Problem
 from schemas.config_problems import ConfigReport
-from schemas.errors import ConfigError, EngineError
+from schemas.errors import EngineError
 from schemas.settings import RunConfig
 
 _VOCABULARY_REMEDIES = {
@@ -116,15 +117,17 @@ def _check_labels(config: RunConfig, findings: Findings) -> None:
         tokenizer = load_tokenizer(without_sid)
     except EngineError:
         return  # said already
-    try:
-        check_model(without_sid, tokenizer)
-    except ConfigError as err:
+    for task in tasks_of(config):
+        if (problem := task.check(tokenizer, vocab_size(config))) is None:
+            continue
         findings.add_error(
-            err,
+            problem,
             field="task.label.labels",
             remedy="Use words that the tokenizer has as one token, with the space before them if "
             "it needs one, or token ids.",
         )
+    try:
+        check_model(without_sid, tokenizer)
     except EngineError as err:
         if (Path(config.engine.model or "") / "adapter_config.json").exists():
             findings.add_error(err, field="engine.model")

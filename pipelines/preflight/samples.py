@@ -232,7 +232,12 @@ def _check_candidates_of(
     """Users of the sample that no candidate set is for, where nothing else gives them items."""
     table = seen.tables.get("candidates")
     shape = seen.shape
-    if table is None or not table.usable or shape in (None, "shared") or config.task.generate:
+    if (
+        table is None
+        or not table.usable
+        or shape in (None, "shared")
+        or config.task.searches_catalog
+    ):
         return
     if table.table.rows > _MOST_CANDIDATES:
         return

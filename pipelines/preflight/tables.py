@@ -190,8 +190,8 @@ def _remedy(config: RunConfig, table: str, column: str) -> str:
             named |= dict.fromkeys(user_columns(rule), "take it out of task.eligibility")
         if config.task.k_column is not None:
             named[config.task.k_column] = "leave task.k_column out"
-        if config.task.label is not None and config.task.label.labels_column is not None:
-            named[config.task.label.labels_column] = "leave task.label.labels_column out"
+        if config.task.labels_column is not None:
+            named[config.task.labels_column] = "leave task.label.labels_column out"
     elif table == "catalog" and rule is not None:
         named |= dict.fromkeys(attributes(rule), "take it out of task.eligibility")
     instead = f", or {named[column]}" if column in named else ""

@@ -149,7 +149,7 @@ def check_output(
 
 def _embedding_width(config: RunConfig) -> int | None:
     """Numbers of the vectors that the run will give, as the model's own settings say."""
-    if config.task.embed is None:
+    if config.task.gives_lists:
         return None
     if config.engine.backend == "fake":
         from engine.backends.fake import EMBEDDING_WIDTH  # loads torch

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from engine.tasks import columns_of
 from pipelines.storage import files
 from pipelines.storage.files import Written
 from schemas.runs import RunPlan, ShardReceipt, StagedFile
@@ -119,10 +120,9 @@ def published_schema(
     Args:
         width: of its embeddings; any where it is not known.
     """
-    if config.task.embed is not None:
+    if not config.task.gives_lists:
         return embeddings_schema(user_id, width or 1)
-    labels = config.task.label is not None
-    long = recommendations_schema(user_id, item_id, labels=labels)
+    long = recommendations_schema(user_id, item_id, columns_of(config))
     return to_wide(long.empty_table()).schema if config.output.layout == "wide" else long
 
 

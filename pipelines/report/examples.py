@@ -108,7 +108,7 @@ def _of(frame: pl.LazyFrame, users: pl.Series) -> pl.DataFrame:
 
 def _lists(staged: Staged, users: pl.Series) -> dict[Any, list[dict[str, Any]]]:
     """The first rows of each user's list; of an embedding its first numbers."""
-    embed = staged.manifest.plan.config.task.embed is not None
+    embed = not staged.manifest.plan.config.task.gives_lists
     rows = staged.scan("embeddings" if embed else "recommendations")
     if rows is None:
         return {}

@@ -44,7 +44,7 @@ def render(
     return _page().render(
         manifest=manifest,
         plan=manifest.plan,
-        embed=task.embed is not None,
+        embed=not task.gives_lists,
         charts=drawn,
         exposure=figures.exposure,
         rules=figures.rules,
@@ -54,7 +54,7 @@ def render(
         examples={
             "items": examples.items,
             "users": examples.users,
-            "both": task.score is not None and task.generate is not None,
+            "both": len(task.asked) > 1,
         },
         hashes=_hashes(manifest),
         config=_config(manifest),

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines.report.figures import Figures
-from schemas.runs import GateResult, RunManifest
+from schemas.gates import GateResult
+from schemas.runs import RunManifest
 
 _SHARDS = 8
 _FAILED = 20
@@ -160,7 +161,7 @@ def _partial(manifest: RunManifest) -> str:
 def _sections(manifest: RunManifest, figures: Figures, people: int) -> tuple[tuple[str, str], ...]:
     found = [("flow", "Rows"), ("audit", "Audit")]
     if figures.prompt_tokens is not None:
-        found.append(("lists", "Prompts" if manifest.plan.config.task.embed else "Lists"))
+        found.append(("lists", "Lists" if manifest.plan.config.task.gives_lists else "Prompts"))
     if people:
         found.append(("users", "Users"))
     return (*found, ("quarantine", "Quarantine"), ("work", "Throughput"), ("ran", "What ran"))
@@ -169,7 +170,7 @@ def _sections(manifest: RunManifest, figures: Figures, people: int) -> tuple[tup
 def _tiles(manifest: RunManifest, numbers: dict[str, Any]) -> tuple[Fact, ...]:
     c, task = manifest.counts, manifest.plan.config.task
     key, label = ("users_recommended", "Users with a list")
-    if task.embed is not None:
+    if not task.gives_lists:
         key, label = ("users_embedded", "Users embedded")
     share = _per(numbers[key], c.users_in)
     of_users = f"{100 * share:.1f} % of {c.users_in:,}" if share is not None else "no user"
@@ -179,12 +180,12 @@ def _tiles(manifest: RunManifest, numbers: dict[str, Any]) -> tuple[Fact, ...]:
         Fact(label="Rows published", key="rows_published", note=f"{c.rows_staged:,} staged"),
         Fact(label="Users set aside", key="users_quarantined", note=aside),
     ]
-    if task.generate is not None:
+    if task.searches_catalog:
         tiles.append(_share("Exact lists", "exact_share", numbers, "proven to be the top k"))
     if numbers["item_coverage"] is not None:
         note = f"{numbers['recommended_items']:,} of {numbers['catalog_items']:,} items"
         tiles.append(_share("Item coverage", "item_coverage", numbers, note))
-    if task.embed is None:
+    if task.gives_lists:
         note = "of a list, since the run before"
         tiles.append(_share("Unchanged", "overlap", numbers, note, "no run before"))
     tiles.append(_rate(numbers))
@@ -221,7 +222,8 @@ def _user_rows(manifest: RunManifest, figures: Figures) -> tuple[Row, ...]:
         return Row(label=label, count=count, share=share, level=level, key=key)
 
     rows = [row("in the input", c.users_in, 0, "users_in")]
-    if manifest.plan.config.task.embed:
+    gives_lists = manifest.plan.config.task.gives_lists
+    if not gives_lists:
         rows.append(row("embedded", c.users_embedded, 1, "users_embedded"))
     else:
         rows.append(row("recommended", c.users_recommended, 1, "users_recommended"))
@@ -230,7 +232,7 @@ def _user_rows(manifest: RunManifest, figures: Figures) -> tuple[Row, ...]:
     rows.append(row("quarantined", c.users_quarantined, 1, "users_quarantined"))
     users = [rule for rule in figures.rules if rule.table == "users"]
     rows += [row(rule.rule.replace("_", " "), rule.rows, 2) for rule in users]
-    if not manifest.plan.config.task.embed:
+    if gives_lists:
         key = "users_without_eligible"
         rows.append(row("nothing eligible", c.users_without_eligible, 1, key))
         empty = [(why, n) for status, why, n in figures.outcomes if status == "nothing_eligible"]
@@ -309,14 +311,12 @@ def _ran(manifest: RunManifest) -> tuple[tuple[str, str], ...]:
     plan = manifest.plan
     config = plan.config
     task = config.task
-    tasks = [name for name in ("score", "generate", "label", "embed") if getattr(task, name)
-             is not None]  # fmt: skip
-    lists = f", {task.k} items, score_norm {task.score_norm}" if not task.embed else ""
+    lists = f", {task.k} items, score_norm {task.score_norm}" if task.gives_lists else ""
     engine = config.engine
     found = {
         "run": plan.run_id,
         "date, surface": f"{plan.ds}, {plan.surface}",
-        "task": " and ".join(tasks) + lists,
+        "task": " and ".join(task.asked) + lists,
         "prompt": config.prompt.template,
         "model": engine.model or "none",
         "backend": f"{engine.backend}, {engine.dtype}, device {engine.device}",

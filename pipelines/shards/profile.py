@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 import xxhash
 
+from engine.tasks import tasks_of
 from pipelines.storage import files
 from pipelines.storage.records import read_record
 from schemas.markers import Marker
@@ -97,8 +98,7 @@ def table_key(config: RunConfig) -> str:
 
 def task_kind(config: RunConfig) -> str:
     """Runs of one kind have scores that can be compared."""
-    task = config.task
-    return "embed" if task.embed else "label" if task.label else f"score {task.score_norm}"
+    return " ".join(task.kind for task in tasks_of(config)[:1])
 
 
 def publish_record(plan: RunPlan, at: float) -> dict[str, object]:

@@ -100,7 +100,7 @@ def run_shard(
     attempt = uuid.uuid4().hex[:8]
     with _shard_context(plan, shard):
         data = read(shard) if read else read_shard(plan, shard, catalog)
-        if plan.config.task.embed is not None:
+        if not plan.config.task.gives_lists:
             result = _embed(plan, data, engine, progress)
         else:
             assert catalog is not None, "recommendations need a catalog"

@@ -32,7 +32,7 @@ class ShardScores:
     item: Ints
     score: NDArray[np.float32]
     source: Ints
-    labels: NDArray[np.float32] | None  # [M, most labels] of task.label, NaN behind a user's own
+    labels: NDArray[np.float32] | None  # [M, most labels]; NaN behind a user's own
     exact: NDArray[np.bool_]  # [U]
     unscored: NDArray[np.bool_]  # [U] a list that is short for want of scores by the model
     returned: NDArray[np.int32]  # [U]
@@ -143,7 +143,7 @@ class _Lists:
             item=joined("item", np.int64),
             score=joined("score", np.float32),
             source=joined("source", np.int64),
-            labels=_label_scores([r for _, r in parts], order) if self._task.label else None,
+            labels=_label_scores([r for _, r in parts], order),
             exact=self._exact,
             unscored=self._unscored,
             returned=self._returned,
@@ -167,10 +167,10 @@ _NOT_A_NUMBER = (
 )
 
 
-def _label_scores(parts: list[Ranked], order: Ints) -> NDArray[np.float32]:
-    """Label scores of all rows in this order, as wide as the widest part."""
+def _label_scores(parts: list[Ranked], order: Ints) -> NDArray[np.float32] | None:
+    """Label scores of all rows in this order, as wide as the widest part; None: no labels."""
     joined = join_labels([ranked.labels for ranked in parts])
-    return np.empty((0, 0), dtype=np.float32) if joined is None else joined[order]
+    return None if joined is None else joined[order]
 
 
 def quarantine(shard: ShardInput, rejections: list[Rejection]) -> Iterator[QuarantinedRow]:

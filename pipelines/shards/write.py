@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
+from engine.tasks import columns_of, tasks_of
 from pipelines.catalog.build import Catalog
 from pipelines.inputs.read_batches import ShardInput, quarantine_json
 from pipelines.inputs.row_rules import QuarantinedRow, UnknownItems
@@ -19,9 +19,7 @@ from pipelines.shards.embed import ShardEmbeddings
 from pipelines.shards.rank import SOURCES
 from pipelines.shards.score import ShardScores
 from pipelines.storage import files
-from schemas.requests import Ints, Labels, Ragged
 from schemas.runs import RunPlan, Shard, StagedFile
-from schemas.settings import LabelSettings
 from schemas.tables import (
     QUARANTINE,
     embeddings_schema,
@@ -34,8 +32,7 @@ def recommendation_rows(
     plan: RunPlan, shard: ShardInput, scores: ShardScores, catalog: Catalog
 ) -> pa.Table:
     """Long rows: one per recommendation, by user and rank."""
-    label = plan.config.task.label
-    schema = recommendations_schema(plan.user_id_type, plan.item_id_type, labels=label is not None)
+    schema = recommendations_schema(plan.user_id_type, plan.item_id_type, columns_of(plan.config))
     num = len(scores.user)
     columns = {
         "user_id": shard.user_ids.take(pa.array(scores.user)),
@@ -46,39 +43,9 @@ def recommendation_rows(
         "exact": pa.array(scores.exact[scores.user]),
         "run_id": pa.repeat(plan.run_id, num) if num else pa.array([], pa.string()),
     }
-    if label is not None:
-        assert scores.labels is not None, "a labelling task has label scores"
-        columns["labels"] = _label_lists(label, shard.users.labels, scores.user, scores.labels)
+    for task in tasks_of(plan.config):
+        columns |= task.column_values(shard.users, scores.user, scores.labels)
     return pa.table(columns).cast(schema)
-
-
-def _label_lists(
-    settings: LabelSettings, labels: Labels | None, user: Ints, scores: NDArray[np.float32]
-) -> pa.Array:
-    """Each row's labels with their scores, in the order they were asked for."""
-    default = len(settings.labels)
-    names = [str(name) for name in (*settings.labels, *(labels.names if labels else ()))]
-    if labels is None:
-        mine = Ragged.from_lengths(
-            np.full(len(user), default), np.tile(np.arange(default), len(user))
-        )
-    else:
-        # An empty list stands for the configured labels, which are the first of the names.
-        lists = Ragged(
-            np.append(labels.of_user.offsets, len(labels.of_user.values) + default),
-            np.concatenate([labels.of_user.values + default, np.arange(default)]),
-        )
-        own = labels.of_user.lengths[user] > 0
-        mine = lists.take(np.where(own, user, labels.of_user.num_rows))
-    place = np.arange(len(mine.values)) - mine.offsets[mine.row_ids]
-    struct = pa.StructArray.from_arrays(
-        [
-            pa.array(names, pa.string()).take(pa.array(mine.values)),
-            pa.array(scores[mine.row_ids, place]),
-        ],
-        names=["label", "score"],
-    )
-    return pa.ListArray.from_arrays(pa.array(mine.offsets, pa.int32()), struct)
 
 
 def embedding_rows(plan: RunPlan, shard: ShardInput, embedded: ShardEmbeddings) -> pa.Table:
@@ -143,7 +110,7 @@ def _reasons(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> np.ndarra
     """Why a user got fewer than k items; None where it got k."""
     reason = np.full(len(scores.returned), None, dtype=object)
     short = scores.returned < shard.k
-    if plan.config.task.generate is not None:
+    if plan.config.task.searches_catalog:
         reason[short & scores.exact] = "catalog_exhausted"
         reason[short & ~scores.exact] = "beam_exhausted"
         reason[scores.unscored] = "model_gave_no_score"

@@ -15,7 +15,7 @@ def columns_of(config: RunConfig, name: str) -> set[str]:
         columns |= {USER_CANDIDATES, USER_EXCLUSIONS} if config.inputs.self_contained else set()
         columns |= set(config.prompt.parsed.columns) | set(user_columns(rule) if rule else ())
         columns |= {config.task.k_column} if config.task.k_column else set()
-        labels = config.task.label.labels_column if config.task.label else None
+        labels = config.task.labels_column
         return columns | ({labels} if labels else set())
     if name == "catalog":
         columns = {"item_id", "pid", "sid", "popularity", "title", "text"}

@@ -21,6 +21,7 @@ from engine.trees.sid_trie import build_trie
 from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
 from schemas.semantic_ids import TextTokens
+from schemas.settings import GenerateSettings
 from tests.engine.oracle import Oracle
 from tests.factories import bound_space, prompts_of, random_codes, random_prompts
 
@@ -280,10 +281,8 @@ class NativeCase:
     def beams(self, *, rescore):
         return search_natively(
             Decoding(self.backend, self.context, self.index),
-            width=8,
+            GenerateSettings(mode="native", width=8, rescore=rescore),
             k=8,
-            rescore=rescore,
-            compare_users=0,
             max_rows=1000,
         )
 

@@ -23,7 +23,7 @@ from engine.trees.sid_trie import build_trie
 from schemas.errors import ConfigError, EngineError
 from schemas.requests import NativeBeams
 from schemas.semantic_ids import TextTokens
-from schemas.settings import RunConfig
+from schemas.settings import GenerateSettings, RunConfig
 from tests.cases.helpers import CPU, pack
 from tests.engine.oracle import Oracle
 from tests.factories import bound_space, prompts_of, random_codes
@@ -34,6 +34,10 @@ CODES = np.asarray([[0, 0, 1], [0, 1, 2], [4, 3, 5], [1, 0, 0], [1, 0, 0]], dtyp
 def index_of(codes=CODES):
     trie = build_trie(codes)
     return trie, to_device(trie, bound_space(), "full_vocab", CPU)
+
+
+def uses_native(run, trie, backend):
+    return uses_native_beams(run, run.task.generate, trie, backend)
 
 
 @dataclass
@@ -126,9 +130,11 @@ class Found:
         self.oracle = Oracle(model, self.trie, self.tokens, norm)
 
     def __call__(self, packed=None, **changes):
-        fixed = {"width": WIDTH, "k": 10, "rescore": False, "compare_users": 0, "max_rows": 1000}
+        how = {"k": 10, "max_rows": 1000}
+        how |= {name: changes.pop(name) for name in list(changes) if name in how}
+        settings = GenerateSettings(**{"mode": "native", "width": WIDTH} | changes)
         context = self.backend.prefill(packed or self.packed, 0)
-        return search_natively(Decoding(self.backend, context, self.index), **fixed | changes)
+        return search_natively(Decoding(self.backend, context, self.index), settings, **how)
 
     def assert_right(self, beams, prompts=PROMPTS, soft=None):
         """Each SID once, best first, with the score that the model gives it."""
@@ -245,16 +251,16 @@ def config(backend="trtllm", prompt_tokens=4096, exclusions=None, norm="full_voc
 def test_auto_chooses_and_says_why(start, caplog, changes, native_ones, words):
     trie, _ = index_of()
     with caplog.at_level(logging.INFO):
-        assert uses_native_beams(config(mode="auto", **changes), trie, start()) is native_ones
+        assert uses_native(config(mode="auto", **changes), trie, start()) is native_ones
     assert words in caplog.text
 
 
 def test_native_is_refused_where_it_cannot_be(start):
     ragged = build_trie(np.asarray([[0, 1, -1], [1, 2, 3]], dtype=np.int32))
     with pytest.raises(EngineError, match="differ in length"):
-        uses_native_beams(config(mode="native"), ragged, start())
+        uses_native(config(mode="native"), ragged, start())
     trie, _ = index_of()
-    assert not uses_native_beams(config(mode="auto", backend="fake"), trie, FakeBackend())
+    assert not uses_native(config(mode="auto", backend="fake"), trie, FakeBackend())
     for wrong in (
         {"backend": "torch"},
         {"norm": "trie"},

@@ -17,6 +17,7 @@ from engine.backends.torch import head as head_module
 from engine.backends.torch.head import Head
 from engine.backends.torch.head_transform import HeadTransform
 from engine.backends.torch.prepacked import find_lay_out
+from engine.decoding import Decoding
 from engine.scoring.labels import label_items
 from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
@@ -319,9 +320,7 @@ def test_candidates_beams_and_labels_read_float32(loud, read_by_tasks, norm):
     for softmax in (False, True):
         context = loud.prefill(prompts, 1000)
         got, _ = label_items(
-            loud,
-            context,
-            index,
+            Decoding(loud, context, index),
             candidates,
             Ragged.from_lists([[1, 2, 7]] * 3),
             TokenColumns(np.arange(64)),

@@ -13,6 +13,7 @@ from typing import Any
 import polars as pl
 import pyarrow as pa
 
+from engine.tasks import columns_of
 from pipelines.publish import open_table, publish_run
 from pipelines.publish.rows import RunRows
 from pipelines.shards.run_shard import receipt_path
@@ -93,7 +94,7 @@ def rows_of(plan: RunPlan, users: list[int], k: int) -> pa.Table:
         return pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)],
                         schema=schema)  # fmt: skip
     labels = plan.config.task.label is not None
-    schema = recommendations_schema(plan.user_id_type, plan.item_id_type, labels=labels)
+    schema = recommendations_schema(plan.user_id_type, plan.item_id_type, columns_of(plan.config))
     records = [
         {
             "user_id": user_ids(plan, [u])[0],

@@ -9,7 +9,8 @@ import polars as pl
 import pytest
 
 from pipelines.report.distributions import in_bars, of_numbers
-from schemas.runs import Counts, GateResult, RunManifest, ShardReceipt, StagedFile, working_seconds
+from schemas.gates import GateResult
+from schemas.runs import Counts, RunManifest, ShardReceipt, StagedFile, working_seconds
 from tests.factories import write_config, write_inputs
 
 

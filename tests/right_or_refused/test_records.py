@@ -16,9 +16,10 @@ from pipelines.publish.pointer import Pointer
 from pipelines.shards.profile import RunProfile
 from pipelines.storage.records import read_record
 from schemas.errors import RecordError, StorageError
+from schemas.gates import AuditReport
 from schemas.markers import Launch, Marker
 from schemas.records import FORMAT, Stored, parse_record
-from schemas.runs import AuditReport, RunManifest, RunPlan, ShardReceipt
+from schemas.runs import RunManifest, RunPlan, ShardReceipt
 from tests.factories import write_config, write_inputs
 
 GOLDEN = Path(__file__).parents[1] / "schemas" / "golden"

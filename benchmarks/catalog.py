@@ -22,7 +22,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.backend import PackedPrompts
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from engine.decoding import Decoding
 from engine.generate.search import beam_search
 from engine.trees.device_trie import to_device

@@ -1,6 +1,6 @@
 """Does scoring work on this machine? A tiny run of the engine against a plain reading of the model.
 
-    python -m engine.self_test --backend torch
+    python -m engine.self_test --backend NAME
 
 prints one JSON list of checks. `nightshelf doctor` runs it in a process of its own, so that a
 library that crashes, or hangs, takes nothing else with it.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pkgutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,13 +22,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.backends.fake import fake_log_prob
-from engine.backends.registry import create_backend
+from engine.backends.fake.backend import fake_log_prob
+from engine.backends.registry import available, create_backend, spec_of
 from engine.device import visible_gpus
 from engine.engine import open_engine
 from engine.prompts.tokenizer import bind_space, load_tokenizer
 from engine.trees.sid_trie import SidTrie, build_trie
 from schemas.checks import Check
+from schemas.engine_settings import DEFAULT_BACKEND
 from schemas.errors import NightshelfError
 from schemas.requests import CandidateSets, Ragged, UserBatch
 from schemas.settings import RunConfig
@@ -58,12 +60,12 @@ def check_fake() -> Check:
     return _compare(name, scores, np.asarray(wanted), TOLERANCE)
 
 
-def check_torch(device: str) -> Check:
+def check_tiny_model(backend: str, device: str) -> Check:
     """A tiny random model: the engine against one full forward per user and item."""
-    name = "self-test, torch backend"
+    name = f"self-test, {backend} backend"
     with tempfile.TemporaryDirectory(prefix="nightshelf-doctor-") as folder:
         _save_tiny_model(Path(folder))
-        config = _config({"backend": "torch", "model": folder, "device": device})
+        config = _config({"backend": backend, "model": folder, "device": device})
         trie, users = _work()
         scores, prompts = _score(config, trie, users)
         wanted = _plain_scores(folder, prompts, _item_tokens(config, trie), device)
@@ -111,13 +113,13 @@ def _torch_device(cuda: bool) -> Check:
     return Check("torch device", ok=True, detail=f"cuda: {', '.join(names)}")
 
 
-def check_model(folder: str, device: str, dtype: str) -> Check:
+def check_model(backend: str, folder: str, device: str, dtype: str) -> Check:
     """Load the user's own model; as it starts, it is compared with its library's forward."""
-    settings = {"backend": "torch", "model": folder, "device": device, "dtype": dtype}
-    backend = create_backend(_config(settings).engine)
-    facts = backend.facts
+    settings = {"backend": backend, "model": folder, "device": device, "dtype": dtype}
+    started = create_backend(_config(settings).engine)
+    facts = started.facts
     detail = f"{facts.dtype} on {facts.device}, {facts.vocab_size:,} tokens"
-    backend.close()
+    started.close()
     return Check("model loads and scores as its library does", ok=True, detail=detail)
 
 
@@ -239,17 +241,17 @@ def _plain_scores(
 
 def run_checks(backend: str, model: str | None, device: str, dtype: str) -> Iterator[Check]:
     """The checks of one backend; whatever goes wrong is a check that failed."""
+    spec = spec_of(backend)
     wanted: list[tuple[str, Any]] = [("self-test, fake backend", lambda: [check_fake()])]
-    if backend == "torch":
-        wanted = [
-            ("torch device", check_devices),
-            *wanted,
-            ("self-test, torch backend", lambda: [check_torch(device)]),
-        ]
+    if spec.checks is not None:
+        own = pkgutil.resolve_name(spec.checks)
+        wanted.append((backend, lambda: own(model)))
+    elif spec.reads_checkpoint:
+        name = f"self-test, {backend} backend"
+        wanted.insert(0, ("torch device", check_devices))
+        wanted.append((name, lambda: [check_tiny_model(backend, device)]))
         if model is not None:
-            wanted.append(("model", lambda: [check_model(model, device, dtype)]))
-    if backend == "trtllm":
-        wanted.append(("TensorRT-LLM", lambda: _check_trtllm(model)))
+            wanted.append(("model", lambda: [check_model(backend, model, device, dtype)]))
     for name, check in wanted:
         try:
             yield from check()
@@ -259,20 +261,13 @@ def run_checks(backend: str, model: str | None, device: str, dtype: str) -> Iter
             yield Check(name, ok=False, detail=f"{type(err).__name__}: {err}", remedy=_REINSTALL)
 
 
-def _check_trtllm(model: str | None) -> list[Check]:
-    """What that backend says of itself."""
-    from engine.backends.trtllm.checks import checkup
-
-    return checkup(model)
-
-
 _REINSTALL = "Install the versions that were tested: pip install -c constraints.txt -e '.[torch]'."
 
 
 def main() -> None:
     """Print the checks as JSON."""
     parser = argparse.ArgumentParser(prog="python -m engine.self_test")
-    parser.add_argument("--backend", default="torch", choices=("fake", "torch", "trtllm"))
+    parser.add_argument("--backend", default=DEFAULT_BACKEND, choices=available())
     parser.add_argument("--model")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))

@@ -22,6 +22,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from engine.backends.registry import spec_of
 from engine.device import num_cpus
 from schemas.checks import Check
 
@@ -43,7 +44,7 @@ _PINNED = "pip install -c constraints.txt -e '.[torch]'"
 def run_doctor(backend: str, model: str | None) -> Iterator[Check]:
     """Every check, in the order people read them."""
     yield _python()
-    yield from _packages(needs_torch=backend == "torch")
+    yield from _packages(backend)
     yield from _optional_packages()
     yield from _java()
     yield _cpu()
@@ -77,7 +78,7 @@ def _of_extra(requirement: Requirement, extra: str) -> bool:
     return marker.evaluate({"extra": extra}) and (extra == "" or not marker.evaluate({"extra": ""}))
 
 
-def _packages(*, needs_torch: bool) -> Iterator[Check]:
+def _packages(backend: str) -> Iterator[Check]:
     """Packages without which nothing runs; the fake backend needs torch, but no transformers."""
     try:
         needed = _requirements()
@@ -86,10 +87,8 @@ def _packages(*, needs_torch: bool) -> Iterator[Check]:
         yield Check("packages", ok=False, detail=detail, remedy=f"Install it: {_PINNED}")
         return
     for requirement in needed:
-        in_torch = _of_extra(requirement, "torch")
-        if _of_extra(requirement, "") or (
-            in_torch and (needs_torch or requirement.name == "torch")
-        ):
+        needed_by_it = requirement.name in spec_of(backend).packages or requirement.name == "torch"
+        if _of_extra(requirement, "") or (_of_extra(requirement, "torch") and needed_by_it):
             yield _package(requirement, f"Install it: {_PINNED}")
 
 
@@ -223,7 +222,7 @@ def _gpus(backend: str) -> Check:
     text = _said(query)
     if text is not None and text.strip():
         return Check("GPUs", ok=True, detail="; ".join(text.strip().splitlines()))
-    if backend == "trtllm":
+    if spec_of(backend).gpu == "needed":
         remedy = "Run on a machine with an NVIDIA GPU and its driver (nvidia-smi must work)."
         return Check("GPUs", ok=False, detail="none", remedy=remedy)
     return Check("GPUs", ok=True, detail="none (optional); runs use the CPU")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
@@ -10,6 +10,7 @@ from pydantic import (
 
 from schemas.section import Count, Name, Place, Positive, Section
 
+DEFAULT_BACKEND = "torch"  # the embedded one
 Precision = Literal["float32", "bfloat16"]
 Rows = Annotated[Positive, Field(le=100_000_000)]  # in one pass
 Users = Annotated[Positive, Field(le=1_000_000)]  # in one pass
@@ -40,7 +41,7 @@ class EngineSettings(Section):
     """What runs the model, and how much it may take at once."""
 
     backend: Name = Field(
-        "torch", description="fake | torch | trtllm; see engine/backends/registry.py"
+        DEFAULT_BACKEND, description="fake | torch | trtllm; see engine/backends/registry.py"
     )
     model: Place | None = Field(
         None, description="Checkpoint folder: config.json, tokenizer.json, *.safetensors"
@@ -59,7 +60,10 @@ class EngineSettings(Section):
     )
     max_batch_users: Users = Field(256, description="Users in one packed pass")
     tensor_parallel: Annotated[Positive, Field(le=1024)] = Field(
-        1, description="GPUs of one worker and its engine; trtllm"
+        1, description="An engine has one GPU: above 1 is refused; see run.workers"
+    )
+    options: dict[str, Any] = Field(
+        {}, description="Settings of a backend of your own, as its specification says"
     )
     seed: Count = Field(0, description="Seed of the fake backend")
     trtllm: TrtllmSettings = Field(

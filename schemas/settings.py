@@ -172,26 +172,13 @@ class RunConfig(Section):
         _ = self.task.eligible
         yield from self._check_items()
         yield from self.task.conflicts(self)
-        template = self.prompt.parsed
-        runs_a_model = self.engine.backend in ("torch", "trtllm")
-        if runs_a_model and self.engine.model is None:
+        if self.engine.tensor_parallel > 1:
             yield ConfigError(
-                f"engine.model is missing for backend {self.engine.backend!r}",
-                expected="a checkpoint folder",
-                field="engine.model",
-            )
-        if self.engine.tensor_parallel > 1 and self.engine.backend == "torch":
-            yield ConfigError(
-                "engine.tensor_parallel is for TensorRT-LLM",
-                expected="1 with engine.backend: torch, which has a worker per GPU",
+                "engine.tensor_parallel is above 1, and an engine has one GPU",
+                expected="1",
                 got=str(self.engine.tensor_parallel),
+                do="Leave it out: run.workers starts one engine per GPU.",
                 field="engine.tensor_parallel",
-            )
-        needs_projector = template.uses("user_vector") and runs_a_model
-        if needs_projector and self.engine.projector is None:
-            yield ConfigError(
-                "prompt.template has {user_vector} but engine.projector is unset",
-                field="engine.projector",
             )
 
     def _check_paths(self) -> Iterator[ConfigError]:

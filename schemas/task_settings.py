@@ -164,6 +164,11 @@ class TaskSettings(Section):
         return self.generate is not None
 
     @property
+    def asks_native_beams(self) -> bool:
+        """Whether the engine's own beams are asked for."""
+        return self.generate is not None and self.generate.mode == "native"
+
+    @property
     def labels_column(self) -> str | None:
         """Users column with labels of their own."""
         return None if self.label is None else self.label.labels_column
@@ -262,13 +267,6 @@ class TaskSettings(Section):
             )
         if generate.mode == "auto":
             return
-        if config.engine.backend in ("fake", "torch"):
-            yield ConfigError(
-                "task.generate.mode: native needs an engine with beams of its own",
-                expected="engine.backend: trtllm",
-                got=config.engine.backend,
-                field="task.generate.mode",
-            )
         if self.score_norm != "full_vocab" and not generate.rescore:
             yield ConfigError(
                 "native beams have scores over the whole vocabulary",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from tests import trtllm
 from tests.factories import tiny_model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.backend import PackedPrompts
-from engine.backends.fake import FakeBackend
+from engine.backends.fake.backend import FakeBackend
 from schemas.errors import ConfigError, EngineError, StorageError, TableError
 from schemas.settings import EngineSettings
 

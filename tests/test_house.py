@@ -45,6 +45,22 @@ def test_every_task_has_a_module_of_its_name():
     assert {f"engine.tasks.{task.name}" for task in TASKS} == {task.__module__ for task in TASKS}
 
 
+def test_which_backend_a_run_has_is_asked_nowhere():
+    """What differs between backends is in their `BackendSpec`, and what they say when started."""
+    asking = []
+    for file, tree in TREES.items():
+        if file.startswith("engine/backends/"):
+            continue
+        for node in ast.walk(tree):
+            named = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
+            asks = isinstance(node, ast.Compare) and "backend" in ast.unparse(node)
+            if (asks and named & {"torch", "trtllm", "fake"}) or (
+                isinstance(node, ast.Constant) and node.value == "trtllm"
+            ):
+                asking.append(f"{file}:{node.lineno}")
+    assert asking == []
+
+
 LONG = {  # still to be split
     "load_model",
     "build_trie",

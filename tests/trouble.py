@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.backend import NodeBatch, Norm, PackedPrompts, Targets
-from engine.backends.fake import FakeBackend
+from engine.backends.fake.backend import FakeBackend
 from schemas.settings import EngineSettings
 
 

@@ -1,17 +1,22 @@
-"""Backend names to loaders. Importing this loads no backend; `create_backend` does, in the worker.
+"""Backends by name. Importing this loads no backend; `create_backend` does, in the worker.
 
-A backend of your own is named by where it is: `engine.backend: mypackage.module:create`, a callable
-that takes `EngineSettings` and returns a `Backend`. What can be told of it without calling it is
-held against the protocol when a run is planned, the rest when it starts.
+A backend of your own is an entry point of the group `nightshelf.backends`, or it is named by where
+it is: `engine.backend: mypackage.module:thing`. Either is a `BackendSpec`, or a callable that takes
+`EngineSettings` and gives a `Backend`. What can be told of it without calling it is held against
+the protocol when a run is planned, the rest when it starts (docs/backends.md).
 """
 
 from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, get_type_hints
 
+from pydantic import ValidationError
+
 from engine.backend import Backend, BackendFactory, BackendFacts
+from engine.backends.spec import BackendSpec
 from schemas.errors import (
     ConfigError,
     EngineError,
@@ -22,11 +27,12 @@ from schemas.errors import (
 )
 from schemas.settings import EngineSettings
 
-_LOADERS = {
-    "fake": "engine.backends.fake:create_backend",
-    "torch": "engine.backends.torch:create_backend",
-    "trtllm": "engine.backends.trtllm:create_backend",
+_BUILT_IN = {
+    "fake": "engine.backends.fake.spec:SPEC",
+    "torch": "engine.backends.torch.spec:SPEC",
+    "trtllm": "engine.backends.trtllm.spec:SPEC",
 }
+_GROUP = "nightshelf.backends"
 _METHODS = {  # of the protocol, and how many arguments each is called with
     name: len(inspect.signature(method).parameters) - 1
     for name, method in vars(Backend).items()
@@ -36,32 +42,54 @@ _METHODS = {  # of the protocol, and how many arguments each is called with
 
 def available() -> list[str]:
     """Names that `engine.backend` may have."""
-    return sorted(_LOADERS)
+    return sorted({*_BUILT_IN, *entry_points(group=_GROUP).names})
 
 
-def check_backend(name: str) -> None:
-    """What can be told of a backend without starting it. One of our own is not imported.
+def spec_of(name: str) -> BackendSpec:
+    """What a backend says of itself. One that is no built-in is imported.
 
     Raises:
-        ConfigError: a name that is neither known nor `module:callable`; a callable that does not
-            take the settings; a class without the methods of engine/backend.py.
+        ConfigError: a name that is neither known nor `module:thing`, or no backend.
         EngineError: the module cannot be imported.
     """
-    if name in _LOADERS:
-        return
-    module, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
-        raise ConfigError(
-            f"engine.backend {quoted(name)} is not supported",
-            expected=f"one of {', '.join(available())}, or module:callable",
-            got=quoted(name) + did_you_mean(name, available()),
-        )
-    factory = _load(name)
+    installed = entry_points(group=_GROUP)
+    if name in _BUILT_IN:
+        found = _load(name, _BUILT_IN[name])
+    elif name in installed.names:
+        found = _load(name, installed[name].value)
+    else:
+        module, _, attribute = name.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+            raise ConfigError(
+                f"engine.backend {quoted(name)} is not supported",
+                expected=f"one of {', '.join(available())}, or module:callable",
+                got=quoted(name) + did_you_mean(name, available()),
+                field="engine.backend",
+            )
+        found = _load(name, name)
+    return found if isinstance(found, BackendSpec) else BackendSpec(name=name, create=found)
+
+
+def check_backend(engine: EngineSettings) -> BackendSpec:
+    """What can be told of a backend without starting it. No built-in is imported.
+
+    Raises:
+        ConfigError: no such backend; a callable that does not take the settings; a class without
+            the methods of engine/backend.py; `engine.options` that it does not take.
+        EngineError: its module cannot be imported.
+    """
+    name = engine.backend
+    spec = spec_of(name)
+    _check_options(spec, engine.options)
+    if name in _BUILT_IN:
+        return spec
+    factory = _load(name, spec.create) if isinstance(spec.create, str) else spec.create
     if not callable(factory) or not _takes(factory, 1):
         raise ConfigError(
             f"engine.backend {quoted(name)} makes no backend",
             expected="a callable that takes one argument, the engine's settings",
             got=_described(factory),
+            field="engine.backend",
         )
     made = factory if isinstance(factory, type) else _annotated(factory)
     if made is not None:
@@ -71,7 +99,9 @@ def check_backend(name: str) -> None:
                 f"engine.backend {quoted(name)} is no backend",
                 expected="the methods of Backend in engine/backend.py",
                 got=f"{made.__name__}{problem}",
+                field="engine.backend",
             )
+    return spec
 
 
 def create_backend(settings: EngineSettings) -> Backend:
@@ -81,8 +111,10 @@ def create_backend(settings: EngineSettings) -> Backend:
         ConfigError: no such backend.
         EngineError: its packages are not installed, it cannot start here, or it is no backend.
     """
-    check_backend(settings.backend)
-    factory: BackendFactory = _load(_LOADERS.get(settings.backend, settings.backend))
+    spec = check_backend(settings)
+    factory: BackendFactory = (
+        _load(spec.name, spec.create) if isinstance(spec.create, str) else spec.create
+    )
     backend = factory(settings)
     problem = _lacking(backend)
     if problem is None and not isinstance(getattr(backend, "facts", None), BackendFacts):
@@ -96,8 +128,29 @@ def create_backend(settings: EngineSettings) -> Backend:
     return backend
 
 
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
+def _check_options(spec: BackendSpec, options: dict[str, Any]) -> None:
+    if spec.settings is None:
+        if options:
+            raise ConfigError(
+                f"backend {quoted(spec.name)} takes no engine.options",
+                expected="no such setting",
+                got=", ".join(options),
+                field="engine.options",
+            )
+        return
+    try:
+        spec.settings.model_validate(options)
+    except ValidationError as err:
+        wrong = err.errors()[0]
+        where = ".".join(["engine.options", *map(str, wrong["loc"])])
+        raise ConfigError(
+            f"{where}: {wrong['msg']}", got=quoted(wrong["input"]), field=where
+        ) from None
+
+
+def _load(name: str, place: str) -> Any:
+    """What stands at `module:attribute`."""
+    module, _, attribute = place.partition(":")
     try:
         found = import_module(module)
         for part in attribute.split("."):

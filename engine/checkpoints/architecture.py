@@ -145,7 +145,7 @@ def text_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**raw, **inner} if isinstance(inner, dict) else raw
 
 
-def refusals(folder: str, raw: Mapping[str, Any], backend: str) -> Iterator[EngineError]:
+def refusals(folder: str, raw: Mapping[str, Any], *, own_forward: bool) -> Iterator[EngineError]:
     """Why a backend does not run the checkpoint with this config.json, as far as it tells."""
     if _is_encoder_decoder(raw):
         yield _refused(
@@ -158,7 +158,7 @@ def refusals(folder: str, raw: Mapping[str, Any], backend: str) -> Iterator[Engi
     named = [str(name) for name in raw.get("architectures") or ()]
     if any(map(_ANOTHER_TASK.search, named)) and not any(map(_CAUSAL.search, named)):
         yield not_causal(named, folder)
-    if backend != "torch":
+    if not own_forward:
         return
     if problem := other_attention(raw, folder):
         yield problem

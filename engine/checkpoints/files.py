@@ -49,12 +49,12 @@ class VocabularySizes:
         return min(known, default=None)
 
 
-def checkpoint_problems(folder: str, backend: str) -> Iterator[EngineError]:
+def checkpoint_problems(folder: str, *, own_forward: bool) -> Iterator[EngineError]:
     """Why a backend cannot load a checkpoint, or would not score it as its library does, as far as
     config.json and the headers of the weights tell. Nothing for a folder that is not there.
 
     Args:
-        backend: `torch` or `trtllm`; others read what they like.
+        own_forward: the backend computes attention and head itself (`BackendSpec.own_forward`).
     """
     root = Path(folder)
     if not root.is_dir():
@@ -68,13 +68,13 @@ def checkpoint_problems(folder: str, backend: str) -> Iterator[EngineError]:
     except EngineError as err:
         yield err
         return
-    yield from refusals(folder, raw, backend)
+    yield from refusals(folder, raw, own_forward=own_forward)
     if found:
         return
     yield from _tokenizer_problems(root, text_config(raw).get("vocab_size"))
     problems = list(weight_problems(root))
     yield from problems
-    if not problems and backend == "torch":
+    if not problems and own_forward:
         yield from _size_problems(root, raw)
 
 

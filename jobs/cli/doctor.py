@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from engine.backends.registry import spec_of
 from jobs.cli.options import DebugOption, Output, OutputOption, guard, stdout
 from jobs.doctor import run_doctor
 from schemas.checks import Check
+from schemas.engine_settings import DEFAULT_BACKEND
 from schemas.errors import EngineError
-
-
-class BackendName(StrEnum):
-    """Backends that can be looked at."""
-
-    torch = "torch"
-    trtllm = "trtllm"
-    fake = "fake"
 
 
 def doctor(
     backend: Annotated[
-        BackendName, typer.Option(help="The backend that runs will use.")
-    ] = BackendName.torch,
+        str, typer.Option(metavar="NAME", help="The backend that runs will use.")
+    ] = DEFAULT_BACKEND,
     model: Annotated[
         str | None, typer.Option(metavar="DIR", help="Load this model too, and score with it.")
     ] = None,
@@ -43,7 +36,8 @@ def doctor(
     checks: list[Check] = []
 
     def body() -> None:
-        checks.extend(run_doctor(backend.value, model))
+        spec_of(backend)  # a name that nobody knows is a mistake of the command line
+        checks.extend(run_doctor(backend, model))
         _print(checks, output)
 
     guard(body, output, debug)

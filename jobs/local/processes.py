@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from engine.checkpoints.packages import missing_packages
+from engine.backends.registry import spec_of
 from engine.device import bind_gpu, num_cpus, visible_gpus
 from jobs.local.inline import run_inline
 from jobs.running.retries import Attempts, needs_new_engine, panics_are_failures
@@ -63,7 +63,7 @@ class LocalLauncher:
         Raises:
             EngineError: this Python lacks the backend's packages.
         """
-        for problem in missing_packages(config.engine.backend):
+        for problem in spec_of(config.engine.backend).missing_packages():
             raise problem
         return config
 
@@ -91,7 +91,6 @@ def _devices(plan: RunPlan, num_shards: int) -> list[_Device]:
     """One device per worker: GPUs first come first served, else shares of the processors."""
     wanted = plan.config.run.workers
     gpus = visible_gpus() if plan.config.engine.device != "cpu" else []
-    gpus = _groups(gpus, plan.config.engine.tensor_parallel)
     if gpus:
         count = len(gpus) if wanted == "auto" else wanted
         if count > len(gpus):
@@ -103,22 +102,6 @@ def _devices(plan: RunPlan, num_shards: int) -> list[_Device]:
         return [_Device(gpu, num_cpus()) for gpu in gpus[: min(count, num_shards)]]
     count = min(1 if wanted == "auto" else wanted, num_shards)
     return [_Device(None, max(1, num_cpus() // count))] * count
-
-
-def _groups(gpus: list[str], size: int) -> list[str]:
-    """GPUs in groups of one engine each; those that are left over are not used.
-
-    Raises:
-        EngineError: there are GPUs, but not enough for one group.
-    """
-    if gpus and len(gpus) < size:
-        raise EngineError(
-            "engine.tensor_parallel needs more GPUs",
-            expected=f"at least {size}",
-            got=str(len(gpus)),
-        )
-    whole = len(gpus) // size * size
-    return [",".join(gpus[i : i + size]) for i in range(0, whole, size)]
 
 
 @dataclass(slots=True, eq=False)
@@ -169,8 +152,8 @@ class _Pool:
         process = context.Process(
             target=_work,
             args=(self._plan, device, theirs),
-            # TensorRT-LLM may start processes of its own, which a daemon may not.
-            daemon=self._plan.config.engine.backend != "trtllm",
+            # An engine may start processes of its own, which a daemon may not.
+            daemon=not spec_of(self._plan.config.engine.backend).starts_processes,
             name="nightshelf-worker",
         )
         process.start()

@@ -16,11 +16,6 @@ from schemas.settings import RunConfig
 Conf = Callable[[str], str | None]  # the value of a Spark setting, None where it is not set
 
 
-def gpus_per_worker(config: RunConfig) -> int:
-    """GPUs that one engine takes."""
-    return config.engine.tensor_parallel
-
-
 @dataclass(frozen=True, slots=True)
 class GpuSettings:
     """What Spark was told about GPUs, as far as it was."""
@@ -97,10 +92,8 @@ def _check_local(config: RunConfig, settings: GpuSettings) -> None:
 
 def _check_amounts(config: RunConfig, settings: GpuSettings) -> None:
     """Executor and task amounts both are what one engine takes; or there are none at all."""
-    name, wanted = config.spark.resource, gpus_per_worker(config)
-    executor, task = (
-        f"spark.{owner}.resource.{name}.amount={wanted}" for owner in ("executor", "task")
-    )
+    name = config.spark.resource
+    executor, task = (f"spark.{owner}.resource.{name}.amount=1" for owner in ("executor", "task"))
     by_profile = config.spark.profile == "task"
     if settings.executor is None:
         if config.engine.device == "cuda" or by_profile or settings.task is not None:
@@ -118,15 +111,15 @@ def _check_amounts(config: RunConfig, settings: GpuSettings) -> None:
             got=f"spark.task.resource.{name}.amount is not set",
             do="Set it, or spark.profile: task, which asks for GPUs in the scoring stage only.",
         )
-    if settings.task is not None and not by_profile and _number(settings.task) != wanted:
-        few = _number(settings.task) < wanted
+    if settings.task is not None and not by_profile and _number(settings.task) != 1:
+        few = _number(settings.task) < 1
         raise ConfigError(
             "more task slots than GPUs" if few else "a task would own more GPUs than it uses",
             expected=task,
             got=f"spark.task.resource.{name}.amount={settings.task}",
-            do=f"One engine takes {wanted} GPU(s).",
+            do="One engine takes one GPU.",
         )
-    if _number(settings.executor) != wanted:
+    if _number(settings.executor) != 1:
         raise ConfigError(
             "an executor would hold the GPUs of several engines",
             expected=f"{executor}, and as many executors as there are engines",

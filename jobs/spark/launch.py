@@ -28,7 +28,7 @@ from pyspark.errors import PySparkException
 from jobs.running.run import Progress
 from jobs.spark import attempts
 from jobs.spark.ask import ask_executors
-from jobs.spark.conf import check_conf, gpus_per_worker
+from jobs.spark.conf import check_conf
 from jobs.spark.prepare import prepare_on_executors
 from jobs.spark.register import check_registration, register
 from jobs.spark.session import SparkApp, first_words
@@ -216,18 +216,16 @@ def _resource_profile(spark: SparkSession, config: RunConfig) -> ResourceProfile
         TaskResourceRequests,
     )
 
-    amount, name = gpus_per_worker(config), config.spark.resource
+    name = config.spark.resource
     cpus = int(spark.conf.get("spark.task.cpus", "1") or 1)
-    builder = ResourceProfileBuilder().require(
-        TaskResourceRequests().cpus(cpus).resource(name, amount)
-    )
+    builder = ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus).resource(name, 1))
     if config.spark.profile == "executor":
         conf = spark.conf.get
         executors = (
             ExecutorResourceRequests()
             .cores(int(conf("spark.executor.cores", "1") or 1))
             .memory(conf("spark.executor.memory", "1g") or "1g")
-            .resource(name, amount, config.spark.discovery_script or "")
+            .resource(name, 1, config.spark.discovery_script or "")
         )
         overhead = conf("spark.executor.memoryOverhead", None)
         if overhead is not None:

@@ -10,18 +10,17 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from engine.backends.registry import spec_of
 from schemas.errors import ConfigError, EngineError
 from schemas.runs import RunPlan
 
 _PACKAGES = ("polars", "pyarrow", "numpy", "pydantic", "fsspec", "xxhash", "tokenizers")
-_MODEL_PACKAGES = ("torch", "transformers", "safetensors")
 
 
 def questions(plan: RunPlan) -> dict[str, Any]:
     """What to ask executors about a run."""
-    packages = list(_PACKAGES)
-    if plan.config.engine.backend in ("torch", "fake"):
-        packages += _MODEL_PACKAGES if plan.config.engine.backend == "torch" else ["torch"]
+    spec = spec_of(plan.config.engine.backend)
+    packages = [*_PACKAGES, *spec.packages]
     folders = {
         f"engine.{name}": path
         for name in ("model", "projector")
@@ -32,7 +31,7 @@ def questions(plan: RunPlan) -> dict[str, Any]:
         "modules": ["jobs", "pipelines", "engine", "schemas"],
         "run_dir": plan.run_dir,
         "folders": folders,
-        "gpus": plan.config.engine.device == "auto" and plan.config.engine.backend != "fake",
+        "gpus": plan.config.engine.device == "auto" and spec.gpu != "never",
     }
 
 

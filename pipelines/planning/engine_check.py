@@ -9,15 +9,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.backends.registry import check_backend, spec_of
 from engine.checkpoints.architecture import longest_position, read_config, text_config
 from engine.checkpoints.files import checkpoint_problems, safetensors_header
 from engine.prompts.projector_spec import ProjectorSpec, read_projector_spec
 from engine.prompts.tokenizer import Tokenizer
 from engine.tasks import suffix_tokens
-from schemas.errors import EngineError, NightshelfError, quoted
+from schemas.errors import ConfigError, EngineError, NightshelfError, quoted
 from schemas.settings import RunConfig
 
-_LOADS_CHECKPOINTS = ("torch", "trtllm")
+
+def backend_problems(config: RunConfig) -> Iterator[NightshelfError]:
+    """What the settings lack or ask too much of for their backend.
+
+    Raises:
+        NightshelfError: there is no such backend.
+    """
+    engine, spec = config.engine, check_backend(config.engine)
+    if spec.reads_checkpoint and engine.model is None:
+        yield ConfigError(
+            f"engine.model is missing for backend {engine.backend!r}",
+            expected="a checkpoint folder",
+            field="engine.model",
+        )
+    soft = spec.reads_checkpoint and config.prompt.parsed.uses("user_vector")
+    if soft and engine.projector is None:
+        yield ConfigError(
+            "prompt.template has {user_vector} but engine.projector is unset",
+            field="engine.projector",
+        )
+    if config.task.asks_native_beams and spec.native_beams is False:
+        yield ConfigError(
+            "task.generate.mode: native needs an engine with beams of its own",
+            expected="a backend that has them, or task.generate.mode: constrained",
+            got=engine.backend,
+            field="task.generate.mode",
+        )
 
 
 def engine_problems(config: RunConfig, tokenizer: Tokenizer | None) -> Iterator[NightshelfError]:
@@ -26,10 +53,10 @@ def engine_problems(config: RunConfig, tokenizer: Tokenizer | None) -> Iterator[
     Args:
         tokenizer: of the model; None where it cannot be read, which is another's to say.
     """
-    engine = config.engine
-    if engine.model is None or engine.backend not in _LOADS_CHECKPOINTS:
+    engine, spec = config.engine, spec_of(config.engine.backend)
+    if engine.model is None or not spec.reads_checkpoint:
         return
-    yield from checkpoint_problems(engine.model, engine.backend)
+    yield from checkpoint_problems(engine.model, own_forward=spec.own_forward)
     if engine.projector is not None and config.prompt.parsed.uses("user_vector"):
         yield from _projector_problems(engine.projector, engine.model)
     deep = _depth(config, tokenizer)
@@ -43,7 +70,7 @@ def fit_prompt(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     besides an item.
     """
     engine, prompt = config.engine, config.prompt
-    if engine.model is None or engine.backend not in _LOADS_CHECKPOINTS:
+    if engine.model is None or not spec_of(engine.backend).reads_checkpoint:
         return config
     if "max_tokens" in prompt.model_fields_set:
         return config

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
+from engine.backends.registry import spec_of
 from engine.prompts.projector_spec import read_projector_spec
 from engine.prompts.tokenizer import Tokenizer, load_tokenizer
 from engine.tasks import tasks_of
@@ -57,7 +58,7 @@ def estimate(plan: RunPlan) -> Estimate:
     prompt, static = _prompt_tokens(plan)
     candidates = _candidates(plan)
     levels = len(config.sid.sizes) if config.sid else (config.text.max_tokens if config.text else 0)
-    stateless = config.engine.backend == "trtllm"
+    stateless = spec_of(config.engine.backend).stateless
     load = Load(
         prompt=prompt,
         candidates=candidates / max(users, 1),

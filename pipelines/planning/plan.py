@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import pyarrow as pa
 
-from engine.backends.registry import check_backend
 from engine.prompts.projector_spec import read_projector_spec
 from engine.prompts.tokenizer import check_model, load_tokenizer, vocab_size
 from engine.tasks import tasks_of
@@ -22,7 +21,7 @@ from pipelines.inputs.eligibility import check_types
 from pipelines.inputs.segment_count import check_segment_count
 from pipelines.inputs.shard_columns import contract_of_users
 from pipelines.inputs.unchanged import hash_model
-from pipelines.planning.engine_check import engine_problems, fit_prompt
+from pipelines.planning.engine_check import backend_problems, engine_problems, fit_prompt
 from pipelines.planning.overlaps import overlapping
 from pipelines.publish import check_output
 from pipelines.sources import input_files
@@ -73,7 +72,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     if config.ds is None:
         raise ConfigError("no partition date", expected="--ds YYYY-MM-DD, or ds in the file")
     ds = config.ds
-    check_backend(config.engine.backend)
+    for problem in backend_problems(config):
+        raise problem
     _check_no_tables(config)
     for overlap in overlapping(config):
         raise overlap
@@ -100,8 +100,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     tokenizer = load_tokenizer(config)
     check_model(config, tokenizer)
     for task in tasks_of(config):
-        if (problem := task.check(tokenizer, vocab_size(config))) is not None:
-            raise problem
+        if (wrong := task.check(tokenizer, vocab_size(config))) is not None:
+            raise wrong
     config = fit_prompt(config, tokenizer)
     for problem in engine_problems(config, tokenizer):
         raise problem

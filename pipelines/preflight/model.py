@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from engine.backends.registry import check_backend
+from engine.backends.registry import spec_of
 from engine.checkpoints.architecture import is_known, read_config
-from engine.checkpoints.packages import missing_packages
 from engine.prompts.tokenizer import check_model, load_tokenizer, vocab_size
 from engine.tasks import tasks_of
 from pipelines.catalog.check import Problem as CatalogProblem
 from pipelines.catalog.check import check_vocabulary
-from pipelines.planning.engine_check import engine_problems, fit_prompt
+from pipelines.planning.engine_check import backend_problems, engine_problems, fit_prompt
 from pipelines.preflight.findings import Findings, Problem
 from schemas.config_problems import ConfigReport
 from schemas.errors import EngineError
@@ -33,12 +32,17 @@ def check_engine(report: ConfigReport, config: RunConfig, findings: Findings) ->
     """Look at what `engine` names. Returns the configuration as a plan would complete it."""
     if report.is_repaired("engine.backend", "engine.model"):
         return config
+    spec = None
     with findings.collecting(field="engine.backend"):
-        check_backend(config.engine.backend)
+        for problem in backend_problems(config):
+            findings.add_error(problem)
+        spec = spec_of(config.engine.backend)
+    if spec is None:
+        return config
     if config.run.launcher == "local":  # the machines of another may have what this one lacks
-        for missing in missing_packages(config.engine.backend):
+        for missing in spec.missing_packages():
             findings.add_error(missing)
-    if config.engine.model is None and config.engine.backend in ("torch", "trtllm"):
+    if config.engine.model is None and spec.reads_checkpoint:
         return config  # said already: it is missing
     _check_vocabulary(config, findings)
     _check_labels(config, findings)
@@ -56,7 +60,7 @@ def check_engine(report: ConfigReport, config: RunConfig, findings: Findings) ->
 def _warn_of_untried(config: RunConfig, findings: Findings) -> None:
     """A type of model that nobody has tried: the engine itself decides, when it starts."""
     folder = config.engine.model
-    if folder is None or config.engine.backend != "torch":
+    if folder is None or not spec_of(config.engine.backend).own_forward:
         return
     try:
         raw = read_config(folder)
@@ -84,17 +88,19 @@ def _check_vocabulary(config: RunConfig, findings: Findings) -> None:
         with findings.collecting(file=model, field="engine.model", remedy=_SAVE):
             load_tokenizer(config)
         return
+    spec = spec_of(config.engine.backend)
+    said = set()  # by `engine_problems`
+    if spec.reads_checkpoint:
+        said |= {"checkpoint", "tokenizer_larger_than_model"}
+    if spec.own_forward:
+        said.add("vocabulary_mismatch")
     problems, _ = check_vocabulary(config)
     for found in problems:
-        if found.rule in _SAID_OF_CHECKPOINTS.get(config.engine.backend, ()):
-            continue  # by `engine_problems`
+        if found.rule in said:
+            continue
         findings.add(_of_catalog(found, model))
 
 
-_SAID_OF_CHECKPOINTS = {
-    "torch": ("checkpoint", "tokenizer_larger_than_model", "vocabulary_mismatch"),
-    "trtllm": ("checkpoint", "tokenizer_larger_than_model"),
-}
 _SAVE = "Save model and tokenizer into one folder with save_pretrained(folder)."
 
 
@@ -117,8 +123,11 @@ def _check_labels(config: RunConfig, findings: Findings) -> None:
         tokenizer = load_tokenizer(without_sid)
     except EngineError:
         return  # said already
+    known = None
+    with suppress(EngineError):  # said already
+        known = vocab_size(config)
     for task in tasks_of(config):
-        if (problem := task.check(tokenizer, vocab_size(config))) is None:
+        if (problem := task.check(tokenizer, known)) is None:
             continue
         findings.add_error(
             problem,

@@ -10,6 +10,7 @@ from typing import get_args
 
 import pyarrow as pa
 
+from engine.backends.registry import spec_of
 from pipelines.publish.names import NULL_PARTITION
 from pipelines.publish.parquet import ParquetTable, read_current
 from pipelines.publish.rows import RunRows, published_schema
@@ -151,10 +152,9 @@ def _embedding_width(config: RunConfig) -> int | None:
     """Numbers of the vectors that the run will give, as the model's own settings say."""
     if config.task.gives_lists:
         return None
-    if config.engine.backend == "fake":
-        from engine.backends.fake import EMBEDDING_WIDTH  # loads torch
-
-        return EMBEDDING_WIDTH
+    fixed = spec_of(config.engine.backend).embedding_width
+    if fixed is not None:
+        return fixed
     try:
         found = json.loads((Path(config.engine.model or "") / "config.json").read_text("utf-8"))
     except (OSError, ValueError):  # of a backend of one's own; a model without it is told elsewhere

@@ -24,7 +24,7 @@ from benchmarks.table import show
 from benchmarks.vllm_client import VLLM, PeerError
 from benchmarks.watched import Passes
 from benchmarks.workload import make_workload
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.prepacked import plain
 from jobs.cli.bench import BENCH_CONTEXT, bench
 

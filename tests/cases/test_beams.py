@@ -14,8 +14,8 @@ import torch
 from polars.testing import assert_frame_equal
 from transformers import Qwen3ForCausalLM
 
-from engine.backends.fake import FakeBackend
-from engine.backends.torch import TorchBackend
+from engine.backends.fake.backend import FakeBackend
+from engine.backends.torch.backend import TorchBackend
 from engine.trees.exclusions import dead_nodes
 from schemas.requests import Ragged
 from tests.cases.backends import BlockedBackend, FlatBackend

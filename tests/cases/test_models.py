@@ -36,7 +36,7 @@ from transformers import (
     StableLmForCausalLM,
 )
 
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from schemas.errors import EngineError
 from tests.cases.helpers import (
     CPU,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from polars.testing import assert_frame_equal
 
-from engine.backends.fake import FakeBackend
-from engine.backends.torch import TorchBackend
+from engine.backends.fake.backend import FakeBackend
+from engine.backends.torch.backend import TorchBackend
 from tests.cases.helpers import (
     CPU,
     index_of,

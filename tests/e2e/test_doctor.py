@@ -106,11 +106,11 @@ def test_wrong_scores_are_found(monkeypatch):
     assert not self_test.check_fake().ok
     plain = self_test._plain_scores
     monkeypatch.setattr(self_test, "_plain_scores", lambda *args: plain(*args) + 1e-4)
-    check = self_test.check_torch("cpu")
+    check = self_test.check_tiny_model("torch", "cpu")
     assert not check.ok
     assert "1.0e-04" in check.detail
     monkeypatch.setattr(self_test, "_plain_scores", lambda *args: plain(*args) * float("nan"))
-    assert not self_test.check_torch("cpu").ok, "NaN is no agreement"
+    assert not self_test.check_tiny_model("torch", "cpu").ok, "NaN is no agreement"
 
 
 def has_pyspark() -> bool:

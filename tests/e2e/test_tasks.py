@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from polars.testing import assert_frame_equal
 
-from engine.backends.fake import EMBEDDING_WIDTH, fake_log_prob
+from engine.backends.fake.backend import EMBEDDING_WIDTH, fake_log_prob
 from tests.cases.helpers import published, staged, torch_config, with_column, write
 from tests.engine.oracle import Oracle
 from tests.factories import TOKENS, bound_space, random_codes, write_config, write_inputs

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.head import Head
 from engine.backends.torch.model import head_of
 

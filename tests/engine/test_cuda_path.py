@@ -12,7 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from engine.backend import TokenColumns
-from engine.backends.torch import TorchBackend, compiled, varlen
+from engine.backends.torch import compiled, varlen
+from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.fused_layers import Steps, use_lean_layers
 from engine.backends.torch.varlen import Kernels, combine, find_flash, library_flash, plain, right
 from engine.decoding import Decoding

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.fake import FakeBackend, fake_log_prob
+from engine.backends.fake.backend import FakeBackend, fake_log_prob
 from engine.decoding import Decoding
 from engine.generate.frontier import sort_key
 from engine.generate.search import beam_search

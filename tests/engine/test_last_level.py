@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.backend import Targets
-from engine.backends.fake import FakeBackend
+from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
 from engine.generate.frontier import SegmentMask
 from engine.generate.search import beam_search

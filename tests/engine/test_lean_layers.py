@@ -19,7 +19,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.backends.torch import TorchBackend, compiled, varlen
+from engine.backends.torch import compiled, varlen
+from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.compiled import find_compiled, right
 from engine.backends.torch.fused_layers import ON_CPU, Steps, _is_plain, _norm, use_lean_layers
 from engine.backends.torch.varlen import Kernels

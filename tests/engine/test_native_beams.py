@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.backends.fake import FakeBackend
+from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
 from engine.generate.native_beams import (
     match_catalog,
@@ -20,6 +20,7 @@ from engine.generate.native_beams import (
 from engine.generate.search import beam_search
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
+from pipelines.planning.engine_check import backend_problems
 from schemas.errors import ConfigError, EngineError
 from schemas.requests import NativeBeams
 from schemas.semantic_ids import TextTokens
@@ -259,10 +260,12 @@ def test_native_is_refused_where_it_cannot_be(start):
     ragged = build_trie(np.asarray([[0, 1, -1], [1, 2, 3]], dtype=np.int32))
     with pytest.raises(EngineError, match="differ in length"):
         uses_native(config(mode="native"), ragged, start())
+    for backend in ("torch", "fake"):
+        problems = backend_problems(config(mode="native", backend=backend))
+        assert "native needs an engine" in str(next(problems))
     trie, _ = index_of()
     assert not uses_native(config(mode="auto", backend="fake"), trie, FakeBackend())
     for wrong in (
-        {"backend": "torch"},
         {"norm": "trie"},
         {"exact": True},
         {"width": [64, 128]},

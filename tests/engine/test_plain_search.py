@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.backend import NodeBatch, Targets
-from engine.backends.fake import FakeBackend
+from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
 from engine.generate.bounds import nodes_per_prompt
 from engine.generate.plain import plain_search

@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 import torch
 
-from engine.backends.fake import FakeBackend
+from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
 from engine.generate.frontier import sort_key
 from engine.generate.search import beam_search

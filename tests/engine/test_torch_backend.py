@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.backend import Norm, Targets, TokenColumns
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.head import _COLUMNS, _ROWS, Head
 from engine.backends.torch.tree_attention import _MAX_SCORES
 from engine.decoding import Decoding

@@ -125,7 +125,7 @@ def test_labels_are_read_behind_each_item(start, model_folder, mode):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scores_agree_with_the_torch_backend(start, model_folder, dtype):
-    from engine.backends.torch import TorchBackend
+    from engine.backends.torch.backend import TorchBackend
 
     work = Work(model_folder, 2)
     want = work.score(TorchBackend(model_folder, dtype, CPU))

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from engine.backend import Norm, Targets, TokenColumns
-from engine.backends.torch import TorchBackend
 from engine.backends.torch import head as head_module
+from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.head import Head
 from engine.backends.torch.head_transform import HeadTransform
 from engine.backends.torch.prepacked import find_lay_out

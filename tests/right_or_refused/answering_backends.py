@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.backend import Backend, BackendFacts
-from engine.backends.fake import FakeBackend
+from engine.backends.fake.backend import FakeBackend
 from schemas.settings import EngineSettings
 
 PACKS: list[int] = []  # prompts of each prefill of `SmallDevice` that fitted

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.probe import TOLERANCE, relative_errors
 from engine.checkpoints.architecture import _OTHER, SCORED, read_config, refusals
 from schemas.errors import EngineError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from engine.decoding import Decoding
 from engine.scoring.items import score_in_parts
 from engine.trees.device_trie import to_device

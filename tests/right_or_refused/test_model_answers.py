@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from engine.backends.checked import checked
-from engine.backends.fake import FakeBackend
+from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
 from engine.engine import open_engine
 from engine.generate.search import beam_search
@@ -256,12 +256,12 @@ def test_what_a_factory_makes_is_looked_at_before_a_row_runs(nightshelf, tmp_pat
 def test_a_library_of_the_backend_may_fail_in_its_own_way(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "half_a_backend.py").write_text("def create(settings:\n")
-    from engine.backends.registry import check_backend
+    from engine.backends.registry import check_backend, spec_of
 
     with pytest.raises(EngineError, match="SyntaxError"):
-        check_backend("half_a_backend:create")
+        check_backend(EngineSettings(backend="half_a_backend:create"))
     with pytest.raises(ConfigError, match="did you mean 'torch'"):
-        check_backend("torhc")
+        spec_of("torhc")
 
 
 # --- memory ------------------------------------------------------------------------------------

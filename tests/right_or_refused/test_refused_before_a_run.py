@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
-from engine.backends.torch import TorchBackend
+from engine.backends.torch.backend import TorchBackend
 from schemas.errors import EngineError
 from tests.cases.helpers import CPU
 from tests.factories import TINY_DECODER, tiny_model, write_config, write_inputs
@@ -224,8 +224,8 @@ def test_a_library_that_is_not_installed(
     def find(name):
         return None if name == package else object()
 
-    monkeypatch.setattr("engine.checkpoints.packages.find_spec", find)
-    monkeypatch.setattr("engine.checkpoints.packages.sys", type("sys", (), {"modules": {}}))
+    monkeypatch.setattr("engine.backends.spec.find_spec", find)
+    monkeypatch.setattr("engine.backends.spec.sys", type("sys", (), {"modules": {}}))
     config = torch_config(tmp_path, model_folder, engine__backend=backend)
     check(nightshelf, config, "cannot be loaded")
 

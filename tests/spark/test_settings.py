@@ -85,12 +85,9 @@ def test_settings_that_would_not_are_named(tmp_path, conf, changes, message):
     assert caught.value.expected or caught.value.do
 
 
-def test_an_engine_over_two_gpus_takes_slots_of_two(tmp_path):
-    over_two = {"engine__tensor_parallel": 2}
-    two = {name: "2" if "resource" in name else value for name, value in ONE_GPU.items()}
-    check(tmp_path, two, **over_two)
-    with pytest.raises(ConfigError, match=r"expected spark.task.resource.gpu.amount=2"):
-        check(tmp_path, ONE_GPU, **over_two)
+def test_an_engine_has_one_gpu(tmp_path):
+    with pytest.raises(ConfigError, match=r"one engine per GPU"):
+        load_config(write_config(tmp_path, engine__tensor_parallel=2))
 
 
 def test_a_discovery_script_belongs_to_a_profile(tmp_path):

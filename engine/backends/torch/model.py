@@ -37,7 +37,7 @@ def load_model(
         EngineError: no checkpoint, no safetensors, an architecture this transformers cannot load,
             missing weights, or a model whose attention is not the plain causal one we compute.
     """
-    for problem in checkpoint_problems(folder, "torch"):
+    for problem in checkpoint_problems(folder, own_forward=True):
         raise problem
     quiet: Any = transformers_logging  # its functions carry no types
     quiet.set_verbosity_error()
@@ -94,7 +94,7 @@ def _refuse_other_models(config: Any, folder: str) -> None:
     """What config.json does not tell alone; and a classifier's checkpoint, which loads as a
     language model too and would score nonsense.
     """
-    for problem in architecture.refusals(folder, config.to_dict(), "torch"):
+    for problem in architecture.refusals(folder, config.to_dict(), own_forward=True):
         raise problem
     named = list(config.architectures or [])
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

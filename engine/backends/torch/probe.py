@@ -25,7 +25,7 @@ from engine.backends.torch.context import TorchContext
 from schemas.requests import Ints
 
 if TYPE_CHECKING:
-    from engine.backends.torch import TorchBackend
+    from engine.backends.torch.backend import TorchBackend
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # of the logits' size
 _ROUNDING = 1e-5  # nats; where all tokens are as likely

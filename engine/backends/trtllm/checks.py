@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.backend import NodeBatch, Norm, PackedPrompts, Targets, TokenColumns
-from engine.backends.trtllm import TrtllmBackend
+from engine.backends.trtllm.backend import TrtllmBackend
 from engine.backends.trtllm.library import Library, load_library
 from engine.backends.trtllm.self_test import (
     TOLERANCE,
@@ -26,7 +26,7 @@ from engine.backends.trtllm.self_test import (
     one_prompt,
     probe_tokens,
 )
-from engine.checkpoints.packages import INSTALL_TRTLLM
+from engine.backends.trtllm.spec import INSTALL
 from schemas.checks import Check
 from schemas.errors import NightshelfError
 from schemas.settings import EngineSettings, Precision
@@ -67,7 +67,7 @@ def _library(checks: list[Check]) -> Library | None:
     try:
         library = load_library()
     except NightshelfError as err:
-        checks.append(Check("TensorRT-LLM", False, err.got or err.what, INSTALL_TRTLLM))
+        checks.append(Check("TensorRT-LLM", False, err.got or err.what, INSTALL))
         return None
     checks.append(Check("TensorRT-LLM", True, f"version {library.version}, can encode"))
     return library
@@ -81,7 +81,7 @@ def _versions(checks: list[Check]) -> None:
         except PackageNotFoundError:
             found.append(f"{package} missing")
     ok = "missing" not in found[0]
-    checks.append(Check("packages", ok, ", ".join(found), "" if ok else INSTALL_TRTLLM))
+    checks.append(Check("packages", ok, ", ".join(found), "" if ok else INSTALL))
 
 
 def _device(checks: list[Check]) -> None:

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from engine.backends.trtllm.memory import BeamPlan, EncodePlan
-from engine.checkpoints.packages import INSTALL_TRTLLM, cannot_load
+from engine.backends.trtllm.spec import SPEC
 from schemas.errors import EngineError
 from schemas.settings import EngineSettings
 
@@ -45,7 +45,6 @@ class Library:
             model=folder,
             skip_tokenizer_init=True,
             checkpoint_format="HF",  # without it no input processor of a model is looked for
-            tensor_parallel_size=settings.tensor_parallel,
             dtype=settings.dtype,
             max_batch_size=plan.max_batch_size,
             max_seq_len=plan.max_seq_len,
@@ -66,18 +65,16 @@ class Library:
         return found
 
 
-def load_library(*, tensor_parallel: int = 1) -> Library:
+def load_library() -> Library:
     """Import TensorRT-LLM. Loads CUDA: call it where the device is already bound.
 
-    With one GPU the engine is told to live in this process, so that it ends when the worker does;
-    with more it starts processes of its own through MPI.
+    The engine is told to live in this process, so that it ends when the worker does.
 
     Raises:
         EngineError: it is not installed, cannot be loaded here, or is too old.
     """
     os.environ.setdefault("TRTLLM_NO_USAGE_STATS", "1")  # it reports its use to its maker
-    if tensor_parallel == 1:
-        os.environ.setdefault("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
+    os.environ.setdefault("TLLM_WORKER_USE_SINGLE_PROCESS", "1")
     try:
         root = import_module("tensorrt_llm")
         api = import_module("tensorrt_llm.llmapi")
@@ -90,13 +87,13 @@ def load_library(*, tensor_parallel: int = 1) -> Library:
         )
     except (ImportError, AttributeError, OSError) as err:
         # OSError: a CUDA or MPI library that it links to is not there.
-        raise cannot_load("trtllm", f"{type(err).__name__}: {err}") from err
+        raise SPEC.cannot_load(f"{type(err).__name__}: {err}") from err
     if library.missing:
         raise EngineError(
             "this TensorRT-LLM is too old: it cannot encode",
             expected="a build with " + " and ".join(library.missing),
             got=f"version {library.version}",
-            do=INSTALL_TRTLLM,
+            do=SPEC.install,
         )
     return library
 

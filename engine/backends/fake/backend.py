@@ -17,10 +17,10 @@ import xxhash
 from torch import Tensor
 
 from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets
+from engine.backends.fake.spec import EMBEDDING_WIDTH
 from engine.score_norms import log_softmax_of_targets
 from schemas.settings import EngineSettings, Pooling
 
-EMBEDDING_WIDTH = 16
 _VOCAB = 1 << 20
 _MASK = (1 << 64) - 1
 

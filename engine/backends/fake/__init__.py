@@ -1,0 +1,1 @@
+"""A backend without a model: log-probabilities from a hash."""

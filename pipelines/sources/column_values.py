@@ -6,6 +6,7 @@ that names it. How a value is written as text, in a prompt and as a segment, is 
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -65,13 +66,25 @@ def converted(column: pa.Array, dtype: pa.DataType, name: str, where: str) -> pa
 
 
 def _list(column: pa.Array, dtype: pa.DataType, name: str, where: str) -> pa.Array:
-    if not pt.is_list(column.type):  # fixed, large, or a view
+    if pt.is_list_view(column.type) or pt.is_large_list_view(column.type):
+        column = _one_after_the_other(column)
+    elif not pt.is_list(column.type):  # fixed, or large
         column = column.cast(pa.list_(column.type.value_type))
     if column.offset:
         column = pa.concat_arrays([column])  # its offsets begin at 0 then
     values = converted(column.values, dtype.value_type, name, where)
     mask = column.is_null() if column.null_count else None
     return pa.ListArray.from_arrays(column.offsets, values, mask=mask).cast(dtype)
+
+
+def _one_after_the_other(views: pa.Array) -> pa.ListArray:
+    """Lists that may lie anywhere in their values, in any order, as lists. Arrow's own cast makes
+    lists of too few offsets.
+    """
+    lengths = np.asarray(pc.list_value_length(views).fill_null(0))
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    mask = views.is_null() if views.null_count else None
+    return pa.ListArray.from_arrays(offsets, views.flatten(), mask=mask)
 
 
 def _beyond(column: pa.Array) -> object:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.inputs.shard_columns import schema_of, shard_type
-from pipelines.sources.column_values import as_text
+from pipelines.sources.column_values import as_text, converted
 from pipelines.sources.input_columns import Piece, Wanted, scan_columns
 from schemas.column_types import ATTRIBUTE, ID, ID_LIST, SCALAR, is_empty
 from schemas.errors import TableError
@@ -253,3 +253,19 @@ def test_any_part_of_a_file_is_what_a_whole_reading_gives_there(tmp_path):
     assert lazy.filter(pl.col("x") == "5").select("y").collect()["y"].to_list() == [[5, 5]]
     assert lazy.select(pl.len()).collect().item() == 1000
     assert lazy.head(3).collect()["x"].to_list() == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("view", [pa.list_view, pa.large_list_view])
+@pytest.mark.parametrize("rows", [[], [[1, 2], None, [], [3]], [[5]] * 4])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_lists_that_lie_anywhere_in_their_values_are_read(view, rows, skip):
+    column = pa.array(rows, view(pa.int8()))[skip:]
+    read = converted(column, pa.list_(pa.int64()), "history", "users.parquet")
+    read.validate(full=True)
+    assert read.to_pylist() == rows[skip:]
+
+
+def test_lists_that_share_their_values_in_another_order_are_read():
+    views = pa.ListViewArray.from_arrays([2, 0, 0], [1, 2, 1], pa.array([7, 8, 9]))
+    read = converted(views, pa.list_(pa.int64()), "history", "users.parquet")
+    assert read.to_pylist() == [[9], [7, 8], [7]]

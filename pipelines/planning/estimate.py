@@ -142,7 +142,9 @@ def _candidates(plan: RunPlan) -> int:
 
 
 def _model_sizes(config: RunConfig) -> tuple[int | None, int | None]:
-    """Bytes of the weights, and of the keys and values of one row."""
+    """Bytes of the weights, with the codebooks' rows of the head that bfloat16 keeps in float32
+    too, and of the keys and values of one row.
+    """
     if config.engine.model is None:
         return None, None
     folder = Path(config.engine.model)
@@ -152,7 +154,11 @@ def _model_sizes(config: RunConfig) -> tuple[int | None, int | None]:
     heads = spec.get("num_attention_heads", 1)
     width = spec.get("head_dim") or spec.get("hidden_size", 0) // max(heads, 1)
     numbers = 2 * spec.get("num_hidden_layers", 0) * spec.get("num_key_value_heads", heads) * width
-    return weights, numbers * (2 if config.engine.dtype == "bfloat16" else 4)
+    if config.engine.dtype == "float32":
+        return weights, numbers * 4
+    if config.sid is not None:
+        weights += sum(config.sid.sizes) * spec.get("hidden_size", 0) * 4
+    return weights, numbers * 2
 
 
 def _latest_manifest(work_dir: str) -> RunManifest | None:

@@ -14,7 +14,7 @@ import pytest
 from polars.testing import assert_frame_equal
 
 from schemas.errors import AccessError, RunError, StorageError, TableError
-from tests.factories import write_config, write_inputs
+from tests.factories import SIZES, write_config, write_inputs
 
 PARTITION = "out/ds=2026-11-28/surface=home"
 
@@ -338,6 +338,9 @@ def test_an_estimate_of_a_model_says_what_memory_it_takes(nightshelf, tmp_path, 
     weights = sum(p.stat().st_size for p in Path(model_folder).glob("*.safetensors"))
     assert found["model_bytes"] == weights
     assert "memory of the device" in nightshelf("plan", config).out
+    config = torch_config(tmp_path, model_folder, engine__dtype="bfloat16")
+    found = nightshelf("plan", config, "--output", "json").json["estimate"]
+    assert found["model_bytes"] == weights + sum(SIZES) * 32 * 4  # their rows of the head, float32
 
 
 def test_metrics_of_a_run_are_there_for_prometheus(nightshelf, tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SHARE = 0.8  # of the memory besides the model; the rest is fragmentation and other libraries
-_FIXED = 1 << 30  # logits of a head chunk, attention scores, projector, trie
+_FIXED = 1 << 30  # logits of a head chunk, codebooks in float32, attention scores, projector, trie
 _LEAST, _MOST = 1024, 65536
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from datetime import UTC, datetime, timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -70,7 +70,7 @@ def timetable(surface: Surface) -> CronPartitionTimetable | PartitionedAssetTime
     """
     schedule = surface.schedule or {}
     if "cron" in schedule:
-        return CronPartitionTimetable(
+        return _cron_timetable()(
             schedule["cron"],
             timezone=schedule.get("timezone", "UTC"),
             run_offset=schedule.get("run_offset", -1),
@@ -88,6 +88,21 @@ def timetable(surface: Surface) -> CronPartitionTimetable | PartitionedAssetTime
         mapper = {"default_partition_mapper": StartOfDayMapper()} if kind == "timestamp" else {}
         return PartitionedAssetTimetable(assets=condition, **mapper)
     return None
+
+
+@cache
+def _cron_timetable() -> type[CronPartitionTimetable]:
+    """Ours, where its plugin is installed; else Airflow's own."""
+    try:
+        from nightshelf_timetable import WallClockTimetable
+    except ImportError:
+        _log.warning(
+            "the nightshelf-airflow plugin is not installed: where clocks change, Airflow shows a "
+            "partition key twice and leaves the next out (runs have the right --ds all the same); "
+            "pip install ./airflow, or copy airflow/plugins to Airflow's plugins folder"
+        )
+        return CronPartitionTimetable
+    return WallClockTimetable
 
 
 def _config_of(surface: Surface) -> str:

@@ -1,6 +1,6 @@
-"""`python -m jobs` is `nightshelf`."""
+"""`python -m jobs` is `python -m nightshelf`."""
 
-from jobs.cli.app import main
+from nightshelf.__main__ import main
 
 if __name__ == "__main__":  # processes that engines start import this module
     main()

@@ -263,7 +263,8 @@ def self_test(backend: str, model: str | None, limit_s: float | None = None) -> 
     name = f"self-test, {backend} backend"
     if _installed("torch") is None:
         return [Check(name, ok=False, detail="needs torch", remedy=f"Install it: {_PINNED}")]
-    command = [sys.executable, "-m", "engine.self_test", "--backend", backend]
+    # -P: the path without the current folder, where another project may have an `engine`.
+    command = [sys.executable, "-P", "-m", "engine.self_test", "--backend", backend]
     command += ["--model", model] if model is not None else []
     limit = limit_s or (_SELF_TEST_S if model is None else _MODEL_S)
     try:

@@ -10,9 +10,10 @@ import signal
 import sys
 
 if not __package__ and sys.path[0].rstrip("/").endswith("jobs"):
-    # As a script its own folder comes first on the path, where `inspect` is ours and not Python's.
+    # As a script its own folder comes first on the path; our packages are in the one above.
     sys.path[0] = sys.path[0].rstrip("/").removesuffix("jobs") or "."
 
+import nightshelf.__main__  # noqa: F401  # first: it makes our packages win
 from jobs.cli.app import app
 from jobs.running.ending import end_with_parent
 

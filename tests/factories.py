@@ -208,3 +208,11 @@ def write_config(folder: Path, **changes: Any) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def hostile_packages(folder: Path) -> Path:
+    """A folder of packages that have our names and that nobody may import."""
+    for name in ("jobs", "schemas", "engine", "pipelines"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("raise ImportError('not ours: ' + __file__)")
+    return folder

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("package", ["schemas", "engine", "pipelines", "jobs"])
+@pytest.mark.parametrize("package", ["schemas", "engine", "pipelines", "jobs", "nightshelf"])
 def test_the_packages_are_ours(package):
     found = Path(importlib.import_module(package).__file__)
     assert found.parent == ROOT / package

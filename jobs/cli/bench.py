@@ -18,7 +18,7 @@ from jobs.cli.options import DebugOption, Output, guard
 from schemas.errors import ConfigError
 
 BENCH_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def bench(

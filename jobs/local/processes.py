@@ -27,6 +27,7 @@ from jobs.local.inline import run_inline
 from jobs.running.retries import Attempts, needs_new_engine, panics_are_failures
 from jobs.running.run import Progress
 from jobs.running.shard_worker import set_environment, start_engine, take_and_guess
+from nightshelf import own_packages
 from pipelines.catalog.build import Catalog
 from pipelines.catalog.items import open_items
 from pipelines.inputs.prepare import prepare_run
@@ -150,8 +151,8 @@ class _Pool:
         context = mp.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
-            target=_work,
-            args=(self._plan, device, theirs),
+            target=own_packages.call,  # else another project's `jobs` might be read in its place
+            args=(_work, self._plan, device, theirs),
             # An engine may start processes of its own, which a daemon may not.
             daemon=not spec_of(self._plan.config.engine.backend).starts_processes,
             name="nightshelf-worker",

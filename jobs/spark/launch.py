@@ -28,6 +28,7 @@ from pyspark.errors import PySparkException
 from jobs.running.run import Progress
 from jobs.spark import attempts
 from jobs.spark.ask import ask_executors
+from jobs.spark.carried import carried
 from jobs.spark.conf import check_conf
 from jobs.spark.prepare import prepare_on_executors
 from jobs.spark.register import check_registration, register
@@ -164,7 +165,7 @@ class _Stage:
         work = _work(self.plan, self.shards, self.launch, max(1, context.defaultParallelism))
         one_each = self.spark.range(0, num, 1, num)
         try:
-            rows = one_each.mapInArrow(work, _DDL, profile=self.profile).collect()
+            rows = one_each.mapInArrow(carried(work), _DDL, profile=self.profile).collect()
         except (PySparkException, Py4JError) as err:
             return first_words(err)
         except BaseException:  # Ctrl-C or SIGTERM: tasks must not go on for nobody

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from jobs.running.retries import panics_are_failures
+from jobs.spark.carried import carried
 from jobs.spark.session import spark_errors
 from pipelines.inputs.prepare import (
     prepare_candidate_sets,
@@ -72,9 +73,9 @@ def prepare_on_executors(spark: SparkSession, plan: RunPlan, part_bytes: int = 6
     num = len(parts)
     with _settings(spark), spark_errors(RunError, "Spark could not prepare the shards"):
         spark.sparkContext.setJobDescription(f"nightshelf prepare {plan.run_id}")
-        chunks = spark.range(0, num, 1, num).mapInArrow(_split(splitter, parts), _CHUNKS)
+        chunks = spark.range(0, num, 1, num).mapInArrow(carried(_split(splitter, parts)), _CHUNKS)
         by_shard = chunks.repartition(plan.num_shards, "shard").sortWithinPartitions("shard")
-        written = by_shard.mapInArrow(_join(plan), _WRITTEN).collect()
+        written = by_shard.mapInArrow(carried(_join(plan)), _WRITTEN).collect()
         spark.sparkContext.setJobDescription("")
     if errors := sorted(row.error for row in written if row.error is not None):
         raise NightshelfError.of_record(json.loads(errors[0]))

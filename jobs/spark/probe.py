@@ -28,7 +28,7 @@ def questions(plan: RunPlan) -> dict[str, Any]:
     }
     return {
         "packages": packages,
-        "modules": ["jobs", "pipelines", "engine", "schemas"],
+        "modules": ["nightshelf", "jobs", "pipelines", "engine", "schemas"],
         "run_dir": plan.run_dir,
         "folders": folders,
         "gpus": plan.config.engine.device == "auto" and spec.gpu != "never",
@@ -61,6 +61,7 @@ def look_around(asked: str) -> str:
         missing.insert(0, "nightshelf")
     problems, listed = {}, {}
     if not missing:
+        importlib.import_module("nightshelf")  # first: our packages win from here on
         files = importlib.import_module("pipelines.storage.files")
         try:
             files.read_bytes(files.join(wanted["run_dir"], "plan.json"))

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pyspark import TaskContext
 
+from jobs.spark.carried import carried
 from jobs.spark.content import NUM_HASHES, Content, schema_in_utc, with_hashes
 from jobs.spark.session import spark_errors
 from pipelines.sources.wanted import columns_of
@@ -89,7 +90,7 @@ def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
         written = (
             with_hashes(frame)
             .mapInArrow(
-                _write_part(files.join(folder, mine)),
+                carried(_write_part(files.join(folder, mine))),
                 "part string, rows long, mixed string, total string",
             )
             .collect()

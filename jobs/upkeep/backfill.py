@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from jobs.launchers import LauncherName
@@ -134,7 +135,7 @@ def _needed(state: str, reprocess: Reprocess) -> bool:
 
 
 def _run_day(config_path: str, day: str, options: list[str], before: str) -> Day:
-    command = [sys.executable, "-m", "jobs", "run", config_path, "--ds", day, *options]
+    command = [sys.executable, *_nightshelf(), "run", config_path, "--ds", day, *options]
     done = subprocess.run(
         [*command, "--output", "json"], capture_output=True, text=True, check=False
     )
@@ -151,6 +152,14 @@ def _run_day(config_path: str, day: str, options: list[str], before: str) -> Day
     lines = done.stderr.strip().splitlines()
     message = answer.get("error", {}).get("message") or (lines[-1] if lines else "no message")
     return Day(ds=day, before=before, state="failed", exit_code=done.returncode, message=message)
+
+
+def _nightshelf() -> list[str]:
+    """The command as arguments of Python: by its path, which no other folder can stand before. In
+    a zip there is none.
+    """
+    main = Path(__file__).parents[2] / "nightshelf" / "__main__.py"
+    return [str(main)] if main.is_file() else ["-m", "nightshelf"]
 
 
 def _last_json(text: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from nightshelf_steps import (
     partition_date,
 )
 
-from tests.dags.conftest import write_surfaces
+from tests.dags.conftest import PYTHON, build, nightshelf_env, write_surfaces
 
 
 def event(partition_key=None, name="users", **extra):
@@ -473,3 +474,22 @@ def test_a_webhook_that_cannot_be_reached_hides_no_failure(monkeypatch, caplog, 
     run_failed(failed_context())
     assert "coverage is 0.4" in caplog.text
     assert ("cannot be reached" in caplog.text) == (address is not None)
+
+
+def test_a_step_runs_where_the_worker_s_path_has_packages_of_the_same_names(tmp_path):
+    """Airflow's workers have the DAGs' own `jobs` and `schemas` on the path, which commands get."""
+    theirs = tmp_path / "theirs"
+    for name in ("jobs", "schemas", "engine", "pipelines"):
+        (theirs / name).mkdir(parents=True)
+        (theirs / name / "__init__.py").write_text("raise ImportError('not ours')")
+    build(tmp_path, home={"run": {"work_dir": "runs", "workers": 2, "shard_users": 10}})
+    env = nightshelf_env()
+    task = NightshelfOperator(
+        task_id="run",
+        step="run",
+        command=[PYTHON, "-m", "nightshelf", "run", str(tmp_path / "home/run.yaml"),
+                 "--ds", "2026-11-28", "--output", "json"],
+        env={**env, "PYTHONPATH": f"{theirs}{os.pathsep}{env['PYTHONPATH']}"},
+        cwd=str(theirs),
+    )  # fmt: skip
+    assert task.execute(CONTEXT)["rows_published"] > 0

@@ -17,7 +17,7 @@ def test_a_wheel_holds_the_templates(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("schemas", "engine", "pipelines", "jobs"):
+    for name in ("nightshelf", "schemas", "engine", "pipelines", "jobs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("pyproject.toml", "README.md", "LICENSE"):

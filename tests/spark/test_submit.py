@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import textwrap
+import zipfile
 
 import psutil
 import pytest
 
 from tests.cases.helpers import torch_config, write
 from tests.e2e.test_s3 import rows_of, server, store  # noqa: F401
-from tests.factories import write_config, write_inputs
-from tests.spark.helpers import attempts, clear, published_bytes, receipts, wait_for
+from tests.factories import hostile_packages, write_config, write_inputs
+from tests.spark.helpers import ROOT, attempts, clear, published_bytes, receipts, wait_for
 
 SLOW = "tests.spark.backends:slow_backend"
 
@@ -256,6 +258,23 @@ def test_executors_work_in_an_object_store(nightshelf, submit, store, tmp_path):
     fs.invalidate_cache()
     assert rows_of(store).equals(want)
     assert len(fs.glob(f"{bucket}/runs/*/attempts/*/shard-*/*.json")) == 3
+
+
+@pytest.mark.parametrize("prepare", ["driver", "executors"])
+def test_packages_of_the_same_names_are_in_nobody_s_way(submit, tmp_path, prepare):
+    """On the path of driver and executors, and in a zip of --py-files that stands before ours."""
+    hostile = hostile_packages(tmp_path / "theirs")
+    theirs = shutil.make_archive(str(tmp_path / "theirs"), "zip", hostile)
+    with zipfile.ZipFile(tmp_path / "ours.zip", "w") as ours:
+        for name in ("nightshelf", "schemas", "engine", "pipelines", "jobs"):
+            for file in (ROOT / name).rglob("*.py"):
+                ours.write(file, file.relative_to(ROOT))
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, run__shard_users=20, spark__prepare=prepare)
+    conf = {"spark.submit.pyFiles": f"{tmp_path}/ours.zip,{theirs}"}
+    done = submit("run", config, "--output", "json", conf=conf, env={"PYTHONPATH": str(hostile)})
+    assert done.json["status"] == "published"
+    assert len(attempts(tmp_path)) == done.json["shards"], "Spark's workers ran them"
 
 
 @pytest.mark.parametrize("whom", ["spark-submit", "the driver", "the group"])

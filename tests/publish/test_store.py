@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
-
 import pytest
 from polars.testing import assert_frame_equal
 
@@ -22,6 +17,7 @@ from tests.publish.runs import (
     read,
     staged_run,
 )
+from tests.s3 import environment, s3_server
 
 pytest.importorskip("moto.server", reason="moto is not installed")
 s3fs = pytest.importorskip("s3fs")
@@ -29,34 +25,14 @@ s3fs = pytest.importorskip("s3fs")
 
 @pytest.fixture(scope="module")
 def server():
-    """In a process of its own: delta-rs waits for it without letting other threads run."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}"
-    running.kill()
-    running.wait()
+    with s3_server() as url:
+        yield url
 
 
 @pytest.fixture
 def config(server, tmp_path, monkeypatch, table_format):
     """An output in a bucket; credentials and endpoint are in the environment only."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "somebody",
-        "AWS_SECRET_ACCESS_KEY": "a-secret-of-theirs",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-    }.items():
+    for name, value in environment(server).items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem().mkdir(f"bucket-{table_format}")

@@ -18,11 +18,10 @@ import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, ValidationError
 from pyspark import TaskContext
 
 from jobs.spark.carried import carried
@@ -30,7 +29,9 @@ from jobs.spark.content import NUM_HASHES, Content, schema_in_utc, with_hashes
 from jobs.spark.session import spark_errors
 from pipelines.sources.wanted import columns_of
 from pipelines.storage import files
+from pipelines.storage.records import read_record
 from schemas.errors import RunError, StorageError, TableError, quoted
+from schemas.records import Stored
 from schemas.settings import RunConfig
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ Batches = Iterator[pa.RecordBatch]
 _DONE = "_done"
 
 
-class _Copy(BaseModel):
+class TableCopy(Stored):
     """What `_done` says: the files of the copy that counts."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    NAME: ClassVar[str] = "the copy of a table"
 
     folder: str  # below that of `_done`
     parts: tuple[str, ...]
@@ -114,7 +115,7 @@ def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
             got=f"{copied.rows} rows{others}",
             do="Run the same command again when nobody writes to the table.",
         )
-    copy = _Copy(folder=mine, parts=tuple(sorted(parts)), rows=copied.rows)
+    copy = TableCopy(folder=mine, parts=tuple(sorted(parts)), rows=copied.rows)
     return files.join(folder, _publish(folder, copy).folder)
 
 
@@ -136,7 +137,7 @@ def _read_columns(frame: DataFrame, wanted: set[str], name: str) -> DataFrame:
     return frame.select([f"`{column.replace('`', '``')}`" for column in found])
 
 
-def _publish(folder: str, mine: _Copy) -> _Copy:
+def _publish(folder: str, mine: TableCopy) -> TableCopy:
     """The copy that counts: this one, or that of a run that was first."""
     data = (mine.model_dump_json(indent=1) + "\n").encode()
     files.create(files.join(folder, _DONE), data)
@@ -150,19 +151,18 @@ def _publish(folder: str, mine: _Copy) -> _Copy:
     return done
 
 
-def _copy_of(folder: str) -> _Copy | None:
+def _copy_of(folder: str) -> TableCopy | None:
     """The finished copy in a folder, without files that it does not name; None where there is none.
 
     Raises:
-        StorageError: it lacks files.
+        RecordError: another release wrote it.
+        StorageError: it is damaged, or lacks files.
     """
     path = files.join(folder, _DONE)
     try:
-        done = _Copy.model_validate(files.read_json(path))
+        done = read_record(TableCopy, path)
     except FileNotFoundError:
         return None
-    except ValidationError as err:
-        raise StorageError("a file of the run is damaged", got=str(err), where=path) from err
     inside = files.join(folder, done.folder)
     there = {name for name in files.list_names(inside) if not name.startswith(".")}
     if lost := sorted(set(done.parts) - there):

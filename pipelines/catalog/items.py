@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from engine.prompts.tokenizer import bind_space, load_tokenizer, vocab_size
+from engine.prompts.tokenizer import Tokenizer, bind_space, load_tokenizer, vocab_size
 from pipelines.catalog.build import Catalog, open_catalog, read_catalog, read_text_catalog
 from pipelines.catalog.readers import describe_catalog, list_catalog
 from pipelines.sources import input_files
+from pipelines.sources.input_columns import Piece, Wanted, batches
 from pipelines.sources.locate import Located, locate_input
 from pipelines.storage import files
 from schemas.eligibility import attributes
-from schemas.errors import ConfigError
+from schemas.errors import ConfigError, NightshelfError
 from schemas.input_tables import FolderInput
 from schemas.runs import InputFile, RunPlan
 from schemas.settings import RunConfig
@@ -60,6 +62,24 @@ def items_contract(config: RunConfig) -> TableContract:
     if config.text is not None:
         return text_catalog_contract(config.text.column, _attributes(config))
     return catalog_contract(_attributes(config))
+
+
+def longest_text(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Tokens of the longest text that names an item; 0 where the catalog cannot be read, which is
+    another's to say, or where no list is made.
+    """
+    if config.text is None or not config.task.gives_lists:
+        return 0
+    wanted = [Wanted(config.text.column, config.text.column, pa.string())]
+    most = 0
+    try:
+        for path in list_items(config).files:
+            for batch in batches("catalog", Piece(path, 0), wanted):
+                texts = pc.drop_null(batch.column(0)).to_pylist()
+                most = max(most, *map(len, tokenizer.encode_items(texts)), 0)
+    except NightshelfError:
+        return 0
+    return most
 
 
 def _attributes(config: RunConfig) -> tuple[str, ...]:

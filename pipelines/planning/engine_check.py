@@ -15,6 +15,7 @@ from engine.checkpoints.files import checkpoint_problems, safetensors_header
 from engine.prompts.projector_spec import ProjectorSpec, read_projector_spec
 from engine.prompts.tokenizer import Tokenizer
 from engine.tasks import suffix_tokens
+from pipelines.catalog.items import longest_text
 from schemas.errors import ConfigError, EngineError, NightshelfError, quoted
 from schemas.settings import RunConfig
 
@@ -61,7 +62,12 @@ def engine_problems(config: RunConfig, tokenizer: Tokenizer | None) -> Iterator[
         yield from _projector_problems(engine.projector, engine.model)
     deep = _depth(config, tokenizer)
     longest = _positions(engine.model)
-    if longest is not None and config.prompt.max_tokens + deep > longest:
+    if longest is None:
+        return
+    at_most = config.prompt.max_tokens + _depth(config, tokenizer, texts=True)
+    if tokenizer is not None and config.text is not None and at_most > longest:
+        deep += longest_text(config, tokenizer)
+    if config.prompt.max_tokens + deep > longest:
         yield too_long(config.prompt.max_tokens, deep, longest, engine.model)
 
 

@@ -10,6 +10,7 @@ from engine.decoding import Decoding
 from engine.generate.native_beams import search_natively
 from engine.generate.search import beam_search
 from schemas.errors import ShardFailedError
+from schemas.settings import GenerateSettings
 from tests.cases.helpers import index_of, pack, score, search
 from tests.engine.oracle import Oracle
 from tests.factories import bound_space, prompts_of, random_codes, random_prompts
@@ -59,8 +60,10 @@ def test_constrained_beams_name_items_and_open_ones_mostly_do_not(start, model_f
         np.testing.assert_allclose(beams.score[user], want, rtol=0, atol=1e-5)
     backend.start_beams(width=50, steps=3, prompt_tokens=8)
     context = backend.prefill(packed, 0)
-    fixed = {"width": 50, "k": 50, "rescore": False, "compare_users": 0, "max_rows": 1000}
-    found, _, counts = search_natively(Decoding(backend, context, index), **fixed)
+    settings = GenerateSettings(mode="native", width=50)
+    found, _, counts = search_natively(
+        Decoding(backend, context, index), settings, k=50, max_rows=1000
+    )
     assert counts.invalid > counts.beams // 2
     assert counts.beams == counts.invalid + len(found.sid)
 
@@ -84,8 +87,10 @@ def test_more_beams_than_tokens_is_no_filler(start):
     backend = start()
     backend.start_beams(width=100, steps=3, prompt_tokens=8)
     context = backend.prefill(prompts_of([[3, 1, 4]]), 0)
-    fixed = {"width": 100, "k": 5, "rescore": True, "compare_users": 1, "max_rows": 1000}
-    found, failed, counts = search_natively(Decoding(backend, context, index), **fixed)
+    settings = GenerateSettings(mode="native", width=100, rescore=True, compare_users=1)
+    found, failed, counts = search_natively(
+        Decoding(backend, context, index), settings, k=5, max_rows=1000
+    )
     assert not failed.any()
     assert np.isfinite(found.score).all()
     assert counts.compared == 2  # all that the catalog has

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from jobs.spark.attempts import Attempt
+from jobs.spark.tables import TableCopy
 from pipelines.publish.pointer import Pointer
 from pipelines.shards.profile import RunProfile
 from pipelines.storage.records import read_record
@@ -32,6 +33,8 @@ MODELS: dict[str, type[Stored]] = {
     "published": Marker,
     "pointer": Pointer,
     "launch": Launch,
+    "attempt": Attempt,
+    "copy": TableCopy,
 }
 
 

@@ -205,6 +205,25 @@ def test_positions_that_turn_with_the_length(nightshelf, tmp_path, model_folder)
     check(nightshelf, torch_config(tmp_path, model), "prompt.max_tokens + 3 <= 16")
 
 
+@pytest.mark.parametrize("words", [3, 12])
+def test_the_longest_text_of_the_catalog_counts(nightshelf, tmp_path, model_folder, words):
+    """Items named by text: as long as the longest is, not as `text.max_tokens` allows."""
+    config = torch_config(
+        tmp_path, model_folder, sid=None, text={"column": "name", "max_tokens": 20},
+        prompt__max_tokens=250, prompt__template="{history}", task={"k": 3, "score": {}},
+    )  # fmt: skip
+    catalog = pq.read_table(tmp_path / "catalog.parquet")
+    names = [f"<a_{i % 5}><b_{i // 5 % 4}><c_{i // 20}>" for i in range(len(catalog))]
+    names[-1] = "<a_1>" * words  # a token each
+    catalog = catalog.append_column("name", pa.array(names))
+    pq.write_table(catalog, tmp_path / "catalog.parquet")
+    if words > 6:
+        check(nightshelf, config, f"prompt.max_tokens + {words} <= 256")
+    else:
+        nightshelf("plan", config)
+        nightshelf("run", config)
+
+
 def test_the_default_of_max_tokens_is_what_the_model_holds(nightshelf, tmp_path, model_folder):
     config = torch_config(tmp_path, model_folder, prompt__max_tokens=None)
     nightshelf("validate", config)

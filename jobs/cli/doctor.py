@@ -12,7 +12,7 @@ from rich.table import Table
 
 from engine.backends.registry import spec_of
 from jobs.cli.options import DebugOption, Output, OutputOption, guard, stdout
-from jobs.doctor import run_doctor
+from jobs.upkeep.doctor import run_doctor
 from schemas.checks import Check
 from schemas.engine_settings import DEFAULT_BACKEND
 from schemas.errors import EngineError

@@ -7,12 +7,15 @@ by each run. Source of the format: Prometheus text exposition, written by promet
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest, write_to_textfile
-
 from pipelines.storage import files
+from schemas.extras import missing_extra
 from schemas.runs import RunManifest
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 _HELP = {
     "users_in": "Users of the input.",
@@ -49,6 +52,10 @@ def write_metrics(manifest: RunManifest) -> None:
     """Write the run's metrics into its folder and, if there is one, `run.metrics_dir`."""
     plan = manifest.plan
     files.write_json(files.join(plan.run_dir, "metrics.json"), manifest.summary())
+    if missing_extra("metrics", "a Prometheus textfile"):
+        return  # nobody asked for one: a plan with run.metrics_dir would have been refused
+    from prometheus_client import generate_latest, write_to_textfile
+
     registry = _registry(manifest)
     files.write_bytes(files.join(plan.run_dir, "metrics.prom"), generate_latest(registry))
     if plan.config.run.metrics_dir is not None:
@@ -59,6 +66,8 @@ def write_metrics(manifest: RunManifest) -> None:
 
 
 def _registry(manifest: RunManifest) -> CollectorRegistry:
+    from prometheus_client import CollectorRegistry, Gauge
+
     registry = CollectorRegistry()
     labels = {"surface": manifest.plan.surface}
     summary = manifest.summary()

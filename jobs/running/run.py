@@ -23,6 +23,7 @@ from pipelines.shards.run_shard import load_receipt
 from pipelines.storage import files
 from pipelines.storage.records import read_record
 from schemas.errors import AuditRefusedError, NightshelfError, RunError, StorageError, quoted
+from schemas.extras import missing_extra
 from schemas.gates import AuditReport
 from schemas.markers import Launch
 from schemas.runs import (
@@ -363,7 +364,9 @@ def _write_manifest(
         manifest = report_of(manifest)
         if status != "published":  # what ends the command is an error, without a summary
             progress.note(f"report: {manifest.report}")
-    except Exception as err:  # a page: the run is what it is, whatever becomes of it
+    except NightshelfError as err:  # a page: the run is what it is, whatever becomes of it
+        progress.note(f"the report could not be written: {err}")
+    except Exception as err:
         progress.note(f"the report could not be written: {type(err).__name__}: {err}")
     try:
         write_metrics(manifest)
@@ -394,8 +397,10 @@ def keep_manifest(manifest: RunManifest) -> None:
 def report_of(manifest: RunManifest, users: Sequence[str] = ()) -> RunManifest:
     """Write the report of a run, and the manifest that names it.
 
-    Raises: as `pipelines.report.write_report`.
+    Raises: as `pipelines.report.write_report`, and `ConfigError` without the extra `report`.
     """
+    if missing := missing_extra("report", "the report"):
+        raise missing
     from pipelines.report import write_report  # loads jinja2 and matplotlib
 
     manifest = write_report(manifest, users)

@@ -8,6 +8,7 @@ wrong, a store without conditional puts), their files do not meet, and of two pu
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -16,11 +17,9 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from pipelines.publish.parquet import record_path
 from pipelines.storage import files
@@ -46,17 +45,15 @@ def only_run_of(plan: RunPlan) -> Iterator[None]:
         with _leased(plan, path):
             yield
         return
-    lock = FileLock(local)
-    with translated(path, done="locked"):
-        Path(local).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise _at_work(plan, path, "Wait for it to end") from None
-    try:
-        yield
-    finally:
-        lock.release()
+    with ExitStack() as open_files:
+        with translated(path, done="locked"):
+            Path(local).parent.mkdir(parents=True, exist_ok=True)
+            lock = open_files.enter_context(Path(local).open("ab"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _at_work(plan, path, "Wait for it to end") from None
+        yield  # closing the file gives the lock back
 
 
 def lock_path(plan: RunPlan) -> str:

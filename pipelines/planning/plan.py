@@ -35,6 +35,7 @@ from schemas.errors import (
     TableError,
     quoted,
 )
+from schemas.extras import missing_for
 from schemas.runs import InputFile, InputTable, RunPlan
 from schemas.settings import RunConfig
 from schemas.tables import (
@@ -361,7 +362,7 @@ def check_writable(config: RunConfig) -> None:
 
 
 def unwritable(config: RunConfig) -> Iterator[ConfigError]:
-    """An error for each place that the run could not write to."""
+    """An error for each place that the run could not write to, or with what is not installed."""
     for path, setting in (
         (config.output.path, "output.path"),
         (config.run.work_dir, "run.work_dir"),
@@ -381,6 +382,7 @@ def unwritable(config: RunConfig) -> Iterator[ConfigError]:
             files.check_writable(path, setting)
         except AccessError as err:
             yield err
+    yield from missing_for(config)
 
 
 def _hash_config(config: RunConfig) -> str:

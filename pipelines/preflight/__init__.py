@@ -18,6 +18,7 @@ from pipelines.preflight.tables import TablesSeen, check_tables
 from pipelines.publish import check_output
 from schemas.config_problems import ConfigReport, inspect_config
 from schemas.errors import ConfigError
+from schemas.extras import missing_extra
 from schemas.settings import RunConfig
 from schemas.tables import IdType
 
@@ -64,6 +65,17 @@ def preflight(
         item_ids = check_items(config, tables.tables["catalog"], findings)
     check_samples(config, tables, item_ids, findings)
     _check_places(report, config, tables, findings)
+    if missing := missing_extra("report", "the report"):
+        findings.warn(
+            Problem(
+                kind="config",
+                file=findings.config_file,
+                field="report",
+                message="the run will have no page",
+                got=missing.got,
+                remedy=missing.do or "",
+            )
+        )
     return findings
 
 

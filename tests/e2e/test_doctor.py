@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine import self_test
-from jobs import doctor
+from jobs.upkeep import doctor
 from tests.factories import tiny_model
 
 ROOT = Path(__file__).parents[2]

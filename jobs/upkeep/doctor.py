@@ -17,14 +17,16 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-
-from packaging.requirements import Requirement
-from packaging.version import Version
+from typing import TYPE_CHECKING
 
 from engine.backends.registry import spec_of
 from engine.device import num_cpus
 from schemas.checks import Check
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _DISTRIBUTION = "nightshelf"
 _OPTIONAL = {  # what an extra is for
@@ -32,6 +34,8 @@ _OPTIONAL = {  # what an extra is for
     "iceberg": "Iceberg tables",
     "delta": "Delta tables",
     "s3": "inputs and outputs on S3",
+    "report": "the page of a run",
+    "metrics": "a Prometheus textfile",
 }
 _OTHER_STORES = {"gcsfs": "Google Cloud Storage", "adlfs": "Azure storage"}
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile")
@@ -44,8 +48,12 @@ _PINNED = "pip install -c constraints.txt -e '.[torch]'"
 def run_doctor(backend: str, model: str | None) -> Iterator[Check]:
     """Every check, in the order people read them."""
     yield _python()
-    yield from _packages(backend)
-    yield from _optional_packages()
+    if find_spec("packaging") is None:
+        detail = "packaging is not installed: versions of packages cannot be compared"
+        yield Check("packages", ok=False, detail=detail, remedy=f"Install it: {_PINNED}")
+    else:
+        yield from _packages(backend)
+        yield from _optional_packages()
     yield from _java()
     yield _cpu()
     yield _gpus(backend)
@@ -56,10 +64,9 @@ def run_doctor(backend: str, model: str | None) -> Iterator[Check]:
 
 
 def _python() -> Check:
-    wanted = Version("3.11")
-    ok = Version(platform.python_version()) >= wanted
+    ok = sys.version_info >= (3, 11)
     detail = f"{platform.python_version()} at {sys.executable}"
-    return Check("Python", ok, detail, "" if ok else f"Use Python {wanted} or later.")
+    return Check("Python", ok, detail, "" if ok else "Use Python 3.11 or later.")
 
 
 # --- packages -------------------------------------------------------------------------------------
@@ -67,6 +74,8 @@ def _python() -> Check:
 
 def _requirements() -> list[Requirement]:
     """What the installed package says it needs, extras included."""
+    from packaging.requirements import Requirement
+
     return [Requirement(line) for line in metadata.requires(_DISTRIBUTION) or []]
 
 
@@ -94,6 +103,8 @@ def _packages(backend: str) -> Iterator[Check]:
 
 def _optional_packages() -> Iterator[Check]:
     """Packages of things that a run may do without."""
+    from packaging.requirements import Requirement
+
     try:
         needed = _requirements()
     except metadata.PackageNotFoundError:
@@ -263,8 +274,7 @@ def self_test(backend: str, model: str | None, limit_s: float | None = None) -> 
     name = f"self-test, {backend} backend"
     if _installed("torch") is None:
         return [Check(name, ok=False, detail="needs torch", remedy=f"Install it: {_PINNED}")]
-    # -P: the path without the current folder, where another project may have an `engine`.
-    command = [sys.executable, "-P", "-m", "engine.self_test", "--backend", backend]
+    command = [sys.executable, "-m", "engine.self_test", "--backend", backend]
     command += ["--model", model] if model is not None else []
     limit = limit_s or (_SELF_TEST_S if model is None else _MODEL_S)
     try:
@@ -284,10 +294,12 @@ def self_test(backend: str, model: str | None, limit_s: float | None = None) -> 
 
 
 def _environment() -> dict[str, str]:
-    """As ours, and the packages found where this one was."""
-    root = str(Path(__file__).parents[1])
+    """As ours, and the packages found where this one was: not in the current folder, where another
+    project may have an `engine`.
+    """
+    root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def _line(command: list[str]) -> str:

@@ -17,7 +17,7 @@ import nightshelf.__main__  # noqa: F401  # first: it makes our packages win
 from jobs.cli.app import app
 from jobs.running.ending import end_with_parent
 
-_WITH_LAUNCHER = ("run", "plan", "prepare", "score", "audit", "publish", "backfill")
+_WITH_LAUNCHER = ("validate", "run", "plan", "prepare", "score", "audit", "publish", "backfill")
 
 
 def with_launcher(arguments: list[str]) -> list[str]:

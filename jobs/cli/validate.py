@@ -21,13 +21,17 @@ from jobs.cli.options import (
     guard,
     stdout,
 )
+from jobs.launchers import LauncherName, LauncherOption, open_launcher
 from pipelines.preflight import Findings, Problem, preflight
+from schemas.config_file import load_config
+from schemas.errors import ConfigError
 
 
 def validate(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
+    launcher: LauncherOption = None,
     output: OutputOption = Output.text,
     debug: DebugOption = False,
 ) -> None:
@@ -40,11 +44,29 @@ def validate(
 
     def body() -> None:
         found.append(preflight(config, overrides=set_, ds=ds))
+        _ask_launcher(found[0], launcher, config, set_, ds)
         _print(found[0], config, output)
 
     guard(body, output, debug)
     if found[0].exit_code:
         raise typer.Exit(found[0].exit_code)
+
+
+def _ask_launcher(
+    findings: Findings,
+    launcher: LauncherName | None,
+    config: str,
+    overrides: list[str] | None,
+    ds: str | None,
+) -> None:
+    """What the launcher alone knows: tables of Spark's catalog. Starts Spark for them only."""
+    try:
+        loaded = load_config(config, overrides=overrides or [], ds=ds)
+    except ConfigError:
+        return  # said already
+    with open_launcher(launcher, loaded) as asked:
+        for problem in asked.problems(loaded):
+            findings.add_error(problem)
 
 
 def _print(findings: Findings, config: str, output: Output) -> None:

@@ -33,6 +33,7 @@ from pipelines.catalog.items import open_items
 from pipelines.inputs.prepare import prepare_run
 from pipelines.inputs.read_ahead import ReadAhead
 from pipelines.inputs.read_batches import ShardInput
+from pipelines.planning.plan import tables_of_spark
 from pipelines.shards.run_shard import run_shard
 from schemas.errors import EngineError, NightshelfError, ShardFailedError
 from schemas.runs import RunPlan, Shard
@@ -67,6 +68,10 @@ class LocalLauncher:
         for problem in spec_of(config.engine.backend).missing_packages():
             raise problem
         return config
+
+    def problems(self, config: RunConfig) -> Iterator[NightshelfError]:
+        """Inputs that are tables of Spark's catalog."""
+        yield from tables_of_spark(config)
 
     def prepare(self, plan: RunPlan, progress: Progress) -> None:
         """Write the shards in this process."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -72,6 +72,9 @@ class Launcher(Protocol):
 
     def locate(self, config: RunConfig) -> RunConfig:
         """The configuration with every input as files."""
+
+    def problems(self, config: RunConfig) -> Iterator[NightshelfError]:
+        """What would keep it from a run, and can be told before one, without copying a row."""
 
     def prepare(self, plan: RunPlan, progress: Progress) -> None:
         """Write the catalog, the candidate sets and the shards; what is there already is kept."""

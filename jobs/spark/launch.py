@@ -33,7 +33,7 @@ from jobs.spark.conf import check_conf
 from jobs.spark.prepare import prepare_on_executors
 from jobs.spark.register import check_registration, register
 from jobs.spark.session import SparkApp, first_words
-from jobs.spark.tables import copy_tables
+from jobs.spark.tables import copy_tables, table_problems
 from jobs.spark.worker import Place, ShardTask, run_task
 from pipelines.inputs.prepare import prepare_run
 from pipelines.shards.run_shard import load_receipt
@@ -74,6 +74,20 @@ class SparkLauncher:
         if not config.inputs.tables:
             return config
         return copy_tables(self._app.session(config), config)
+
+    def problems(self, config: RunConfig) -> Iterator[NightshelfError]:
+        """Tables of Spark's catalog that a run would not read, or could not tell of its rows."""
+        name = config.spark.register_table
+        if name is None and not config.inputs.tables:
+            return
+        try:
+            spark = self._app.session(config)
+            if name is not None:
+                check_registration(spark, config, name)
+        except NightshelfError as err:
+            yield err
+            return
+        yield from table_problems(spark, config)
 
     def prepare(self, plan: RunPlan, progress: Progress) -> None:
         """Write the shards: here, or in executors.

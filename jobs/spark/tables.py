@@ -27,10 +27,11 @@ from pyspark import TaskContext
 from jobs.spark.carried import carried
 from jobs.spark.content import NUM_HASHES, Content, schema_in_utc, with_hashes
 from jobs.spark.session import spark_errors
+from pipelines.planning.plan import check_shape, contract_of
 from pipelines.sources.wanted import columns_of
 from pipelines.storage import files
 from pipelines.storage.records import read_record
-from schemas.errors import RunError, StorageError, TableError, quoted
+from schemas.errors import NightshelfError, RunError, StorageError, TableError, quoted
 from schemas.records import Stored
 from schemas.settings import RunConfig
 
@@ -60,23 +61,49 @@ def copy_tables(spark: SparkSession, config: RunConfig) -> RunConfig:
         RunError: the table was changed while it was copied.
         StorageError: the copy could not be written.
     """
-    unused = {"candidates"} if not config.task.uses_candidates else set()
-    unused |= set() if config.task.gives_lists else {"exclusions"}
-    unused |= set() if config.needs_items else {"catalog"}
-    tables = config.inputs.tables
+    used = _used(config)
     folders = {
-        name: None if name in unused else _copy(spark, config, name, table)
-        for name, table in tables.items()
+        name: _copy(spark, config, name, table) if name in used else None
+        for name, table in config.inputs.tables.items()
     }
     inputs = config.inputs.model_copy(update=folders)
     return config.model_copy(update={"inputs": inputs})
 
 
+def table_problems(spark: SparkSession, config: RunConfig) -> Iterator[NightshelfError]:
+    """Tables that `copy_tables` would refuse; nothing is copied."""
+    for name, table in _used(config).items():
+        try:
+            frame = _open(spark, config, name, table)
+            schema = schema_in_utc(frame.limit(0).toArrow().schema)
+            if name == "candidates":
+                check_shape(config, schema, table)
+            else:
+                contract_of(config, name, by_segment=False).check(schema, table)
+        except NightshelfError as err:
+            yield err
+
+
+def _used(config: RunConfig) -> dict[str, str]:
+    """The tables of Spark's catalog that the run reads."""
+    unused = {"candidates"} if not config.task.uses_candidates else set()
+    unused |= set() if config.task.gives_lists else {"exclusions"}
+    unused |= set() if config.needs_items else {"catalog"}
+    return {name: table for name, table in config.inputs.tables.items() if name not in unused}
+
+
+def _open(spark: SparkSession, config: RunConfig, name: str, table: str) -> DataFrame:
+    """The columns of a table that the run reads."""
+    with spark_errors(TableError, f"inputs.{name}: Spark cannot read table {quoted(table)}"):
+        return _read_columns(
+            spark.table(table), columns_of(config, name), f"inputs.{name}: {table}"
+        )
+
+
 def _copy(spark: SparkSession, config: RunConfig, name: str, table: str) -> str:
     """The folder of a table's copy, made if it is not there."""
     with spark_errors(TableError, f"inputs.{name}: Spark cannot read table {quoted(table)}"):
-        frame = spark.table(table)
-        frame = _read_columns(frame, columns_of(config, name), f"inputs.{name}: {table}")
+        frame = _open(spark, config, name, table)
         content = Content.of_frame(frame)
         digest = content.digest(frame.schema.json())
     safe = re.sub(r"[^A-Za-z0-9_.-]", "_", table)[:80]

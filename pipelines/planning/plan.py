@@ -75,7 +75,8 @@ def plan_run(config: RunConfig) -> RunPlan:
     ds = config.ds
     for problem in backend_problems(config):
         raise problem
-    _check_no_tables(config)
+    for table in tables_of_spark(config):
+        raise table
     for overlap in overlapping(config):
         raise overlap
     inputs, schemas = _list_inputs(config)
@@ -148,12 +149,14 @@ def _id_type_of(schema: pa.Schema, column: str, table: str, config: RunConfig) -
     return id_type(dtype)
 
 
-def _check_no_tables(config: RunConfig) -> None:
+def tables_of_spark(config: RunConfig) -> Iterator[ConfigError]:
+    """Inputs that Spark alone can read."""
     for name, table in config.inputs.tables.items():
-        raise ConfigError(
+        yield ConfigError(
             f"inputs.{name} is a table of Spark's catalog",
             expected="--launcher spark, which knows it; or the path of Parquet files",
             got=quoted(table),
+            field=f"inputs.{name}",
         )
 
 

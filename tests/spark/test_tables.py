@@ -151,9 +151,10 @@ def test_a_column_in_capitals_gets_a_hint(nightshelf, spark, database, tmp_path)
     users = spark.read.parquet(f"file://{tmp_path}/users.parquet")
     users.withColumnRenamed("user_id", "USER_ID").write.saveAsTable("db.users")
     config = write_config(tmp_path, inputs__users={"table": "db.users"})
-    done = nightshelf("run", config, *ON_SPARK, check=3)
-    assert "column 'user_id' is missing" in done.err
-    assert "did you mean 'USER_ID'?" in done.err
+    for command in ("validate", "run"):
+        done = nightshelf(command, config, *ON_SPARK, "--output", "json", check=3)
+        assert "column 'user_id' is missing" in done.out
+        assert "did you mean 'USER_ID'?" in done.out
 
 
 def published_files(folder: Path) -> dict[str, bytes]:
@@ -176,15 +177,16 @@ TABLES = {
 
 
 @pytest.mark.parametrize("what", TABLES)
-@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("command", ["validate", "plan", "run"])
 def test_another_table_is_refused_before_anything_is_scored(
     nightshelf, spark, database, tmp_path, what, command
 ):
     write_inputs(tmp_path)
     spark.sql(TABLES[what].format(folder=tmp_path))
     config = write_config(tmp_path, spark__register_table="db.shelf")
-    done = nightshelf(command, config, *ON_SPARK, check=3)
-    assert "'db.shelf' is another table: expected an external Parquet table at" in done.err
+    done = nightshelf(command, config, *ON_SPARK, "--output", "json", check=3)
+    assert "'db.shelf' is another table" in done.out
+    assert "an external Parquet table at" in done.out
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").rglob("*.parquet"))
     assert not list((tmp_path / "runs").rglob("receipts"))
 
@@ -244,3 +246,13 @@ def test_a_database_that_is_not_there_is_told_by_plan(nightshelf, spark, tmp_pat
     config = write_config(tmp_path, spark__register_table="nowhere.shelf")
     done = nightshelf("plan", config, *ON_SPARK, check=3)
     assert "there is no database 'nowhere'" in done.err
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "run"])
+def test_a_table_that_is_not_there_is_named(nightshelf, spark, database, tmp_path, command):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, inputs__users={"table": "db.nobody"})
+    done = nightshelf(command, config, *ON_SPARK, "--output", "json", check=3)
+    assert "cannot read table 'db.nobody'" in done.out
+    done = nightshelf(command, config, "--output", "json", check=2)
+    assert "is a table of Spark's catalog" in done.out

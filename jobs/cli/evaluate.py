@@ -12,9 +12,14 @@ from jobs.cli.comparisons import print_comparison, print_evaluation
 from jobs.cli.options import DebugOption, DsOption, Output, OutputOption, SetOption, guard, stderr
 from jobs.cli.progress import AnyProgress, open_progress
 from jobs.running.run import all_receipts, load_plan, plan_path
+from jobs.running.run_lock import only_run_of
 from jobs.upkeep.run_states import published_plan
+from pipelines.catalog.build import is_saved
+from pipelines.catalog.items import catalog_dir
 from pipelines.evaluation.compare import CompareOptions, Limits, ScoredRun, compare_runs
 from pipelines.evaluation.evaluate import EvaluateOptions, evaluate_run
+from pipelines.inputs.prepare import prepare_run
+from pipelines.inputs.prepared import is_prepared
 from pipelines.publish import open_table
 from pipelines.storage import files
 from schemas.config_file import load_config
@@ -90,10 +95,24 @@ def evaluate(
         )
         receipts = _receipts(plan)
         with _progress("evaluate", receipts) as progress:
+            _make_again(plan, progress)
             found = evaluate_run(plan, receipts, truth, options, progress.advance)
         print_evaluation(found, output)
 
     guard(body, output, debug)
+
+
+def _make_again(plan: RunPlan, progress: AnyProgress) -> None:
+    """What `gc` took, or was damaged, of the shards and the catalog: inputs are asked again.
+
+    Raises:
+        NightshelfError: the inputs are others by now, or a run of the partition is at work.
+    """
+    if is_prepared(plan) and (is_saved(catalog_dir(plan)) or "catalog" not in plan.inputs):
+        return
+    progress.note("the run's shards are not in its folder any more, and are made again")
+    with only_run_of(plan):
+        prepare_run(plan)
 
 
 @judge.command()

@@ -58,9 +58,9 @@ def leaves(group: typer.core.TyperGroup, before: str = "") -> dict[str, typer.co
 
 
 def test_every_command_is_documented_and_has_help():
-    readme = (ROOT / "README.md").read_text()
+    manual = (ROOT / "docs/manual.md").read_text()
     for name, command in leaves(COMMAND).items():
-        assert f"nightshelf {name} " in readme, f"README does not show {name}"
+        assert f"nightshelf {name} " in manual, f"the manual does not show {name}"
         assert command.help
         for parameter in command.params:
             if isinstance(parameter, typer.core.TyperOption) and parameter.name != "help":
@@ -84,10 +84,10 @@ def test_every_setting_is_documented_and_nothing_else():
 
 
 def test_every_exit_code_is_documented():
-    readme = (ROOT / "README.md").read_text()
+    manual = (ROOT / "docs/manual.md").read_text()
     codes = {e.exit_code for e in vars(errors).values() if hasattr(e, "exit_code")} - {1}
     for code in codes:
-        assert re.search(rf"^\| {code} \|", readme, flags=re.M), f"exit code {code}"
+        assert re.search(rf"^\| {code} \|", manual, flags=re.M), f"exit code {code}"
 
 
 def test_every_column_is_documented():

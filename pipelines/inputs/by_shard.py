@@ -60,7 +60,8 @@ class ByShard:
         found = sorted((self._folder / f"{SHARD}={index}").glob("*.parquet"))
         if not found:
             return pl.DataFrame(schema=self._schema)
-        return pl.read_parquet(found, hive_partitioning=False).sort(_ROW).drop(_ROW)
+        rows = pl.read_parquet(found, hive_partitioning=False, glob=False)
+        return rows.sort(_ROW).drop(_ROW)
 
 
 def _in_shards(frame: pl.LazyFrame, plan: RunPlan) -> pl.LazyFrame:

@@ -211,7 +211,7 @@ def _spilled(spill: Path, shard: Shard, name: str) -> pl.DataFrame | None:
     if not found:
         return None
     with translated(str(folder), what="a temporary file"):
-        return pl.read_parquet(found, hive_partitioning=False)
+        return pl.read_parquet(found, hive_partitioning=False, glob=False)
 
 
 def _join_shard(

@@ -23,6 +23,7 @@ from pyiceberg.table import Table
 from pipelines.publish import lake_files
 from pipelines.publish.columns import check_width, missing_columns
 from pipelines.publish.iceberg_catalog import (
+    check_local_root,
     check_not_lost,
     check_table,
     first_line,
@@ -62,6 +63,7 @@ class IcebergTable:
 
     def check(self, schema: pa.Schema) -> None:
         """See `PublishedTable.check`."""
+        check_local_root(self._output)
         if self._is_new():
             check_not_lost(self._output)
             return

@@ -103,6 +103,21 @@ def local_root(output: OutputSettings) -> str:
     return local
 
 
+def check_local_root(output: OutputSettings) -> None:
+    """Raise `ConfigError` for an output folder that pyiceberg would not write to: it takes a file's
+    path for a URL, and leaves out what would be its query or fragment.
+    """
+    if output.catalog or not (found := [sign for sign in "?#" if sign in local_root(output)]):
+        return
+    raise ConfigError(
+        f"output.path has a {found[0]}, where pyiceberg ends the path",
+        expected="a path without ? and #",
+        got=quoted(output.path),
+        field="output.path",
+        do="Name another folder.",
+    )
+
+
 @retried
 def open_catalog(output: OutputSettings) -> Catalog:
     """The configured catalog, or SQLite in the output folder.

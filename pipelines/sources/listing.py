@@ -202,7 +202,7 @@ def _entries(walk: _Walk, folder: str) -> list[tuple[str, bool]]:
     if walk.local:
         with os.scandir(folder or "/") as entries:
             return sorted((entry.name, entry.is_dir()) for entry in entries)
-    found = walk.fs.ls(folder, detail=True)
+    found = (info for info in walk.fs.ls(folder, detail=True) if not _is_folder_mark(info))
     names = ((info["name"].rstrip("/").rpartition("/")[2], info["type"]) for info in found)
     return sorted((name, kind == "directory") for name, kind in names if name)
 

@@ -114,6 +114,13 @@ def test_a_path_that_delta_would_misread(tmp_path):
         check_output(config)
 
 
+@pytest.mark.parametrize("name", ["a?b", "a#b"])
+def test_a_path_that_pyiceberg_would_misread(tmp_path, name):
+    config = config_of(tmp_path, "iceberg", output={"path": str(tmp_path / name)})
+    with pytest.raises(ConfigError, match=r"where pyiceberg ends the path.*Name another folder"):
+        check_output(config)
+
+
 def test_the_surface_that_means_null(table_format, tmp_path):
     config = config_of(tmp_path, table_format, surface="__HIVE_DEFAULT_PARTITION__")
     with pytest.raises(ConfigError, match="null"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import fsspec
@@ -175,7 +176,8 @@ def test_marks_of_folders_in_a_store_are_no_files():
     fs = fsspec.filesystem("memory")
     fs.pipe_file("/marks/day_$folder$", b"")
     fs.pipe_file("/marks/day/0.parquet", content("u0"))
-    assert len(input_files.list_parquet("memory://marks", "users")) == 1
+    for path in ("marks", "marks/*", "marks/d*"):
+        assert len(input_files.list_parquet(f"memory://{path}", "users")) == 1
 
 
 @pytest.mark.parametrize("log", ["_delta_log/0.json", ".hoodie/hoodie.properties"])
@@ -211,6 +213,17 @@ def rows(folder: Path):
 
 
 # --- catalogs -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["w[1]", "w*", "w?", "%20w", "w{a}", "w #"])
+def test_a_work_folder_may_be_called_anything(nightshelf, tmp_path, monkeypatch, name):
+    write_inputs(tmp_path, num_users=12)
+    config = write_config(tmp_path, run__work_dir=name)
+    nightshelf("run", config)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    truth = tmp_path / "exclusions.parquet"
+    scored = nightshelf("evaluate", config, "--truth", truth, "--output", "json").json
+    assert scored["users"]["with_list"] == 12
 
 
 def test_an_item_may_be_called_anything(tmp_path):

@@ -14,19 +14,19 @@ from typing import Annotated
 
 import typer
 
-from jobs.cli.options import DebugOption, Output, guard
+from jobs.cli.options import guarded
 from schemas.errors import ConfigError
 
 BENCH_CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 _ROOT = Path(__file__).resolve().parents[2]
 
 
+@guarded
 def bench(
     context: typer.Context,
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes without vLLM, a few minutes.")
     ] = False,
-    debug: DebugOption = False,
 ) -> None:
     """Time the engine beside its peers on this machine.
 
@@ -34,10 +34,8 @@ def bench(
 
     Everything else is passed on: `nightshelf bench -- --help` lists it.
     """
-    codes: list[int] = []
-    guard(lambda: codes.append(_run([*context.args, *(["--quick"] * quick)])), Output.text, debug)
-    if codes[0]:
-        raise typer.Exit(codes[0])
+    if code := _run([*context.args, *(["--quick"] * quick)]):
+        raise typer.Exit(code)
 
 
 def _run(arguments: list[str]) -> int:

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jobs.cli.help_pages import PlainCommand, PlainGroup
 from jobs.cli.options import (
     ConfigArg,
-    DebugOption,
     DsOption,
     Output,
     OutputOption,
     SetOption,
-    guard,
+    guarded,
     stdout,
 )
 from jobs.cli.printing import percent
@@ -29,47 +29,39 @@ from pipelines.catalog.stats import CatalogStats, catalog_stats
 from schemas.config_file import load_config
 from schemas.errors import InputError
 
-catalog = typer.Typer(help="Check a catalog, or measure it, before a run.", no_args_is_help=True)
+catalog = typer.Typer(
+    help="Check a catalog, or measure it, before a run.", no_args_is_help=True, cls=PlainGroup
+)
 
 
-@catalog.command()
+@catalog.command(cls=PlainCommand)
+@guarded
 def check(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Report every problem of a catalog at once.
 
     Its items, its SID tokens, and the model's vocabulary.
     """
-    reports: list[CatalogReport] = []
-
-    def body() -> None:
-        report = check_catalog(load_config(config, overrides=set_, ds=ds))
-        reports.append(report)
-        _print_report(report, output)
-
-    guard(body, output, debug)
-    if reports[0].problems:
+    report = check_catalog(load_config(config, overrides=set_, ds=ds))
+    _print_report(report, output)
+    if report.problems:
         raise typer.Exit(InputError.exit_code)
 
 
-@catalog.command()
+@catalog.command(cls=PlainCommand)
+@guarded
 def stats(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Measure a catalog: collisions, branching, rows forwarded."""
-
-    def body() -> None:
-        _print_stats(catalog_stats(load_config(config, overrides=set_, ds=ds)), output)
-
-    guard(body, output, debug)
+    _print_stats(catalog_stats(load_config(config, overrides=set_, ds=ds)), output)
 
 
 def _print_report(report: CatalogReport, output: Output) -> None:

@@ -11,13 +11,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from engine.backends.registry import spec_of
-from jobs.cli.options import DebugOption, Output, OutputOption, guard, stdout
+from jobs.cli.options import Output, OutputOption, guarded, stdout
 from jobs.upkeep.doctor import run_doctor
 from schemas.checks import Check
 from schemas.engine_settings import DEFAULT_BACKEND
 from schemas.errors import EngineError
 
 
+@guarded
 def doctor(
     backend: Annotated[
         str, typer.Option(metavar="NAME", help="The backend that runs will use.")
@@ -26,21 +27,15 @@ def doctor(
         str | None, typer.Option(metavar="DIR", help="Load this model too, and score with it.")
     ] = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Check this machine, with a tiny self-test of scoring.
 
     Packages, devices, Java and disks.
     Exit 0: ready; 5: something is missing or wrong, and the last column says what to do.
     """
-    checks: list[Check] = []
-
-    def body() -> None:
-        spec_of(backend)  # a name that nobody knows is a mistake of the command line
-        checks.extend(run_doctor(backend, model))
-        _print(checks, output)
-
-    guard(body, output, debug)
+    spec_of(backend)  # a name that nobody knows is a mistake of the command line
+    checks = list(run_doctor(backend, model))
+    _print(checks, output)
     if not all(check.ok for check in checks):
         raise typer.Exit(EngineError.exit_code)
 

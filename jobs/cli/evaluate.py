@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from jobs.cli.comparisons import print_comparison, print_evaluation
-from jobs.cli.options import DebugOption, DsOption, Output, OutputOption, SetOption, guard, stderr
+from jobs.cli.options import DsOption, Output, OutputOption, SetOption, guarded, stderr
 from jobs.cli.progress import AnyProgress, open_progress
 from jobs.running.run import all_receipts, load_plan, plan_path
 from jobs.running.run_lock import only_run_of
@@ -25,8 +25,6 @@ from pipelines.storage import files
 from schemas.config_file import load_config
 from schemas.errors import ComparisonRefusedError, ConfigError, quoted
 from schemas.runs import RunPlan, ShardReceipt
-
-judge = typer.Typer(no_args_is_help=True)
 
 DepthsOption = Annotated[
     str | None,
@@ -44,7 +42,7 @@ UsersOption = Annotated[
 ]
 
 
-@judge.command()
+@guarded
 def evaluate(
     target: Annotated[
         str,
@@ -75,31 +73,27 @@ def evaluate(
     ds: DsOption = None,
     set_: SetOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Judge a run's lists by what users turned to later.
 
     Beside popular and random items.
     """
 
-    def body() -> None:
-        plan = _the_run(target, ds, set_)
-        options = EvaluateOptions(
-            k=_depths(k),
-            by=by,
-            users=users,
-            train=train,
-            bootstrap=bootstrap,
-            seed=seed,
-            only_run_users=only_run_users,
-        )
-        receipts = _receipts(plan)
-        with _progress("evaluate", receipts) as progress:
-            _make_again(plan, progress)
-            found = evaluate_run(plan, receipts, truth, options, progress.advance)
-        print_evaluation(found, output)
-
-    guard(body, output, debug)
+    plan = _the_run(target, ds, set_)
+    options = EvaluateOptions(
+        k=_depths(k),
+        by=by,
+        users=users,
+        train=train,
+        bootstrap=bootstrap,
+        seed=seed,
+        only_run_users=only_run_users,
+    )
+    receipts = _receipts(plan)
+    with _progress("evaluate", receipts) as progress:
+        _make_again(plan, progress)
+        found = evaluate_run(plan, receipts, truth, options, progress.advance)
+    print_evaluation(found, output)
 
 
 def _make_again(plan: RunPlan, progress: AnyProgress) -> None:
@@ -115,7 +109,7 @@ def _make_again(plan: RunPlan, progress: AnyProgress) -> None:
         prepare_run(plan)
 
 
-@judge.command()
+@guarded
 def compare(
     run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="Folder of one run.")],
     run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="Folder of the other run.")],
@@ -144,35 +138,31 @@ def compare(
         float | None, typer.Option(min=0.0, max=1.0, help="Largest share of A's users not in B.")
     ] = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Compare run B with run A.
 
     Exit 6 when they differ by more than the limits allow.
     """
 
-    def body() -> None:
-        a, b = (ScoredRun(plan, _receipts(plan)) for plan in map(load_plan, (run_a, run_b)))
-        limits = Limits(
-            min_overlap=min_overlap,
-            min_rbo=min_rbo,
-            min_tau=min_tau,
-            max_score_shift=max_score_shift,
-            max_item_churn=max_item_churn,
-            max_users_lost=max_users_lost,
+    a, b = (ScoredRun(plan, _receipts(plan)) for plan in map(load_plan, (run_a, run_b)))
+    limits = Limits(
+        min_overlap=min_overlap,
+        min_rbo=min_rbo,
+        min_tau=min_tau,
+        max_score_shift=max_score_shift,
+        max_item_churn=max_item_churn,
+        max_users_lost=max_users_lost,
+    )
+    options = CompareOptions(k=_depths(k), rbo_p=rbo_p, by=by, users=users, limits=limits)
+    with _progress("compare", a.receipts) as progress:
+        found = compare_runs(a, b, options, progress.advance)
+    print_comparison(found, output)
+    if found.refused:
+        raise ComparisonRefusedError(
+            "the runs differ by more than the limits allow",
+            got="; ".join(gate.words() for gate in found.refused),
+            where=f"{found.run_a}, {found.run_b}",
         )
-        options = CompareOptions(k=_depths(k), rbo_p=rbo_p, by=by, users=users, limits=limits)
-        with _progress("compare", a.receipts) as progress:
-            found = compare_runs(a, b, options, progress.advance)
-        print_comparison(found, output)
-        if found.refused:
-            raise ComparisonRefusedError(
-                "the runs differ by more than the limits allow",
-                got="; ".join(gate.words() for gate in found.refused),
-                where=f"{found.run_a}, {found.run_b}",
-            )
-
-    guard(body, output, debug)
 
 
 @contextmanager

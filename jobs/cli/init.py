@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from jobs.cli.options import DebugOption, Output, OutputOption, guard, stdout
+from jobs.cli.options import Output, OutputOption, guarded, stdout
 from pipelines.propose import Sources, propose_config
 from pipelines.storage import files
 from schemas.errors import ConfigError
 
 
+@guarded
 def init(
     users: Annotated[str, typer.Option(metavar="PATH", help="The users table.")],
     catalog: Annotated[str, typer.Option(metavar="PATH", help="The catalog, in any layout.")],
@@ -38,35 +39,31 @@ def init(
         bool, typer.Option("--force", help="Write over a file that is there.")
     ] = False,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Write a commented configuration for your own tables."""
 
-    def body() -> None:
-        target = Path(config)
-        if target.exists() and not force:
-            raise ConfigError(
-                "the file is there already",
-                got=config,
-                do="Give another name with -o, or --force to write over it.",
-            )
-        sources = Sources(
-            users=users,
-            catalog=catalog,
-            candidates=candidates,
-            exclusions=exclusions,
-            model=model,
-            projector=projector,
-            surface=surface,
+    target = Path(config)
+    if target.exists() and not force:
+        raise ConfigError(
+            "the file is there already",
+            got=config,
+            do="Give another name with -o, or --force to write over it.",
         )
-        text = propose_config(sources, str(target.resolve().parent))
-        files.write_bytes(str(target.resolve()), text.encode())
-        if output is Output.json:
-            typer.echo(json.dumps({"status": "written", "config": config}))
-            return
-        console = stdout()
-        console.print(f"wrote {escape(config)}; its comments say what was guessed. Next:")
-        for command in ("validate", "run"):
-            console.print(f"  nightshelf {command} {escape(config)}", highlight=False)
-
-    guard(body, output, debug)
+    sources = Sources(
+        users=users,
+        catalog=catalog,
+        candidates=candidates,
+        exclusions=exclusions,
+        model=model,
+        projector=projector,
+        surface=surface,
+    )
+    text = propose_config(sources, str(target.resolve().parent))
+    files.write_bytes(str(target.resolve()), text.encode())
+    if output is Output.json:
+        typer.echo(json.dumps({"status": "written", "config": config}))
+        return
+    console = stdout()
+    console.print(f"wrote {escape(config)}; its comments say what was guessed. Next:")
+    for command in ("validate", "run"):
+        console.print(f"  nightshelf {command} {escape(config)}", highlight=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
+import inspect
 import json
 import os
 import sys
@@ -57,7 +59,7 @@ OutputOption = Annotated[
 RepublishOption = Annotated[
     bool, typer.Option("--republish", help="Also a run that was taken back.")
 ]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")]
+_DebugOption = Annotated[bool, typer.Option("--debug", help="Show the stack trace of an error.")]
 
 
 def stderr() -> Console:
@@ -71,6 +73,24 @@ def stdout() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", 110)))
 
 
+def guarded(body: Callable[..., None]) -> Callable[..., None]:
+    """A command as typer takes it: with `--debug`, and its errors as messages and exit codes."""
+
+    @functools.wraps(body)
+    def command(*, debug: bool = False, **given: Any) -> None:
+        output = given.get("output", Output.text)
+        log_format = given.get("log_format", LogFormat.text)
+        guard(lambda: body(**given), output, debug, log_format)
+
+    own = inspect.signature(body, eval_str=True)
+    debug = inspect.Parameter(
+        "debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_DebugOption
+    )
+    signature = own.replace(parameters=[*own.parameters.values(), debug])
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    return command
+
+
 def guard(
     body: Callable[[], None],
     output: Output,
@@ -78,16 +98,16 @@ def guard(
     log_format: LogFormat = LogFormat.text,
 ) -> None:
     """Run a command; turn what goes wrong into a message and an exit code."""
-    said: list[str] = []
+    reported: list[str] = []
     nothing_read_yet()
 
     def terminated() -> None:
-        if said:
+        if reported:
             return
         message = "ended by SIGTERM; run the same command again to continue"
         error = {"kind": "terminated", "exit_code": EXIT_CODE, "message": message}
-        said.append(message)
-        _say(output, log_format, message, error)
+        reported.append(message)
+        _print_error(output, log_format, message, error)
 
     with ends_on_sigterm(terminated):
         try:
@@ -103,7 +123,7 @@ def _guarded(body: Callable[[], None], output: Output, debug: bool, log_format: 
     except KeyboardInterrupt:
         message = "interrupted; run the same command again to continue"
         error = {"kind": "interrupted", "exit_code": 130, "message": message}
-        _leave(output, log_format, message, 130, error)
+        _exit_with(output, log_format, message, 130, error)
     except (SystemExit, GeneratorExit, typer.Exit, Terminated):
         raise
     except BaseException as err:  # the last resort, panics of Rust libraries included
@@ -111,17 +131,17 @@ def _guarded(body: Callable[[], None], output: Output, debug: bool, log_format: 
             traceback.print_exc()
         if asked_to_end():  # a library made an error of the interruption
             raise Terminated from err
-        known = err if isinstance(err, NightshelfError) else _known(err)
+        known = err if isinstance(err, NightshelfError) else _as_our_error(err)
         if known is not None:
             if isinstance(known, ConfigError):
                 known = with_its_line(known)
-            _leave(output, log_format, str(known), known.exit_code, known.as_json())
+            _exit_with(output, log_format, str(known), known.exit_code, known.as_json())
         message = f"unexpected {type(err).__name__}: {err}. Run with --debug for the stack trace"
         error = {"kind": "unexpected", "exit_code": 1, "message": message}
-        _leave(output, log_format, message, 1, error)
+        _exit_with(output, log_format, message, 1, error)
 
 
-def _known(error: BaseException) -> NightshelfError | None:
+def _as_our_error(error: BaseException) -> NightshelfError | None:
     """One of ours for what libraries, disks and memory do; None for a fault of ours."""
     from pipelines.storage.storage_errors import first_line, translate  # loads Arrow and polars
 
@@ -137,15 +157,17 @@ def _known(error: BaseException) -> NightshelfError | None:
     return translate(error, str(getattr(error, "filename", None) or ""), done="read or written")
 
 
-def _leave(
+def _exit_with(
     output: Output, log_format: LogFormat, message: str, code: int, error: dict[str, Any]
 ) -> NoReturn:
     no_more_interruptions()
-    _say(output, log_format, message, error)
+    _print_error(output, log_format, message, error)
     raise typer.Exit(code)
 
 
-def _say(output: Output, log_format: LogFormat, message: str, error: dict[str, Any]) -> None:
+def _print_error(
+    output: Output, log_format: LogFormat, message: str, error: dict[str, Any]
+) -> None:
     line = f"nightshelf: {message}"
     if log_format is LogFormat.json:
         ts = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")

@@ -43,7 +43,7 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
         ("rows published", _rows(summary)),
         ("exact lists", percent(summary["exact_share"])),
         ("beam widths", _widths(summary["beam_widths"])),
-        ("legal mass", _known(summary["legal_mass"])),
+        ("legal mass", _number(summary["legal_mass"])),
         ("distinct lists", percent(summary["distinct_lists"])),
         ("history", _history(summary)),
         (
@@ -73,7 +73,7 @@ def _rows(summary: dict[str, Any]) -> Text:
     return text
 
 
-def _known(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 

@@ -121,7 +121,7 @@ class LineProgress:
         self._console = console
         self._done = self._total = 0
         self._step = "score"
-        self._started = self._said = time.monotonic()
+        self._started = self._printed_at = time.monotonic()
 
     def __enter__(self) -> LineProgress:
         return self
@@ -132,33 +132,33 @@ class LineProgress:
     def step(self, name: str) -> None:
         """A step of the run begins."""
         self._step = name
-        self._say(name)
+        self._print(name)
 
     def start(self, users: int) -> None:
         """Scoring begins."""
         self._done, self._total = 0, users
-        self._started = self._said = time.monotonic()
+        self._started = self._printed_at = time.monotonic()
 
     def advance(self, users: int) -> None:
         """So many users more are done."""
         self._done += users
         now = time.monotonic()
-        if now - self._said < _LINE_EVERY_S:
+        if now - self._printed_at < _LINE_EVERY_S:
             return
-        self._said = now
+        self._printed_at = now
         rate = self._done / (now - self._started)
         left = (self._total - self._done) / rate if rate > 0 else 0.0
         self._report(rate, left)
 
     def _report(self, rate: float, left: float) -> None:
         done = f"{self._step} {self._done}/{self._total} users"
-        self._say(f"{done}, {rate:,.0f} users/s, ETA {left:,.0f} s")
+        self._print(f"{done}, {rate:,.0f} users/s, ETA {left:,.0f} s")
 
     def note(self, message: str) -> None:
         """Something a person should know."""
-        self._say(message)
+        self._print(message)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -184,7 +184,7 @@ class JsonProgress(LineProgress):
 
     def _log(self, event: str, **fields: object) -> None:
         ts = dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds")
-        self._say(json.dumps({"ts": ts, "event": event, **fields}))
+        self._print(json.dumps({"ts": ts, "event": event, **fields}))
 
 
 AnyProgress = TerminalProgress | LineProgress

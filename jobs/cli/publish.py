@@ -9,12 +9,11 @@ import typer
 
 from jobs.cli.options import (
     ConfigArg,
-    DebugOption,
     DsOption,
     Output,
     OutputOption,
     SetOption,
-    guard,
+    guarded,
 )
 from pipelines.publish.rollback import rollback as publish_older
 from pipelines.publish.rollback import serve_from as serve_other
@@ -23,6 +22,7 @@ from schemas.config_file import load_config
 from schemas.errors import ConfigError
 
 
+@guarded
 def rollback(
     config: ConfigArg,
     ds: DsOption = None,
@@ -38,59 +38,52 @@ def rollback(
     ] = None,
     set_: SetOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Publish an older run of a date and surface again.
 
     Nothing is scored. The run that was visible stays withdrawn until a person publishes it.
     """
 
-    def body() -> None:
-        settings = load_config(config, overrides=set_, ds=ds)
-        if run is not None and serve_from is not None:
-            raise ConfigError(
-                "--run and --serve-from are two ways back", do="Give one of them.", field="--run"
-            )
-        if serve_from is not None:
-            published = serve_other(settings, serve_from)
-        else:
-            published = publish_older(settings, run)
-        if output is Output.json:
-            typer.echo(json.dumps({"status": "published", **published.model_dump(mode="json")}))
-            return
-        typer.echo(
-            f"{published.partition} of {published.table} holds run {published.run_id} now: "
-            f"{published.rows:,} rows"
+    settings = load_config(config, overrides=set_, ds=ds)
+    if run is not None and serve_from is not None:
+        raise ConfigError(
+            "--run and --serve-from are two ways back", do="Give one of them.", field="--run"
         )
+    if serve_from is not None:
+        published = serve_other(settings, serve_from)
+    else:
+        published = publish_older(settings, run)
+    if output is Output.json:
+        typer.echo(json.dumps({"status": "published", **published.model_dump(mode="json")}))
+        return
+    typer.echo(
+        f"{published.partition} of {published.table} holds run {published.run_id} now: "
+        f"{published.rows:,} rows"
+    )
 
-    guard(body, output, debug)
 
-
+@guarded
 def unpublish(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Take back what is published: readers find nothing there.
 
     The run stays withdrawn until a person publishes it again.
     """
 
-    def body() -> None:
-        settings = load_config(config, overrides=set_, ds=ds)
-        before = take_back(settings)
-        run_id = None if before is None else before.run_id
-        if output is Output.json:
-            found = {"status": "unpublished", "ds": settings.ds, "surface": settings.surface}
-            typer.echo(json.dumps({**found, "withdrawn": run_id}))
-        elif run_id is None:
-            typer.echo(f"nothing was published for ds {settings.ds}, surface {settings.surface!r}")
-        else:
-            typer.echo(
-                f"nothing is published for ds {settings.ds}, surface {settings.surface!r} now; "
-                f"run {run_id} is withdrawn"
-            )
-
-    guard(body, output, debug)
+    settings = load_config(config, overrides=set_, ds=ds)
+    before = take_back(settings)
+    run_id = None if before is None else before.run_id
+    if output is Output.json:
+        found = {"status": "unpublished", "ds": settings.ds, "surface": settings.surface}
+        typer.echo(json.dumps({**found, "withdrawn": run_id}))
+    elif run_id is None:
+        typer.echo(f"nothing was published for ds {settings.ds}, surface {settings.surface!r}")
+    else:
+        typer.echo(
+            f"nothing is published for ds {settings.ds}, surface {settings.surface!r} now; "
+            f"run {run_id} is withdrawn"
+        )

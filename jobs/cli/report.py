@@ -8,14 +8,13 @@ from typing import Annotated
 import typer
 
 from jobs.cli.options import (
-    DebugOption,
     DsOption,
     LogFormat,
     LogFormatOption,
     Output,
     OutputOption,
     SetOption,
-    guard,
+    guarded,
     stderr,
     stdout,
 )
@@ -60,6 +59,7 @@ def _ended_run(
         return asked
 
 
+@guarded
 def report(
     target: TargetArg,
     users: Annotated[
@@ -72,25 +72,21 @@ def report(
     launcher: LauncherOption = None,
     log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Write a run's page again, with users of your choice.
 
     Every run writes its page, report.html in its folder, when it ends.
     """
 
-    def body() -> None:
-        plan = _ended_run(target, run_id, ds, set_, launcher)
-        with (
-            only_run_of(plan),
-            open_progress(stderr(), log_format) as progress,
-        ):
-            progress.step("report")
-            manifest = report_of(load_manifest(plan), users or [])
-        if output is Output.json:
-            found = {"run_id": plan.run_id, "status": manifest.status, "report": manifest.report}
-            typer.echo(json.dumps(found))
-        else:
-            stdout().print(manifest.report, highlight=False, soft_wrap=True)
-
-    guard(body, output, debug, log_format)
+    plan = _ended_run(target, run_id, ds, set_, launcher)
+    with (
+        only_run_of(plan),
+        open_progress(stderr(), log_format) as progress,
+    ):
+        progress.step("report")
+        manifest = report_of(load_manifest(plan), users or [])
+    if output is Output.json:
+        found = {"run_id": plan.run_id, "status": manifest.status, "report": manifest.report}
+        typer.echo(json.dumps(found))
+    else:
+        stdout().print(manifest.report, highlight=False, soft_wrap=True)

@@ -15,7 +15,6 @@ import typer
 from rich.table import Table
 
 from jobs.cli.options import (
-    DebugOption,
     DsOption,
     LogFormat,
     LogFormatOption,
@@ -23,7 +22,7 @@ from jobs.cli.options import (
     OutputOption,
     RepublishOption,
     SetOption,
-    guard,
+    guarded,
     stderr,
     stdout,
 )
@@ -52,8 +51,6 @@ from schemas.errors import AuditRefusedError, ConfigError
 from schemas.gates import AuditReport
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
-
-steps = typer.Typer(no_args_is_help=True)
 
 TargetArg = Annotated[
     str, typer.Argument(metavar="CONFIG|RUN_DIR", help="A YAML file, or one run's folder.")
@@ -155,7 +152,7 @@ def the_run(
 
 
 @contextmanager
-def _at_work(
+def _run_at_work(
     target: str,
     run_id: str | None,
     ds: str | None,
@@ -175,8 +172,8 @@ def _at_work(
 Step = Callable[[RunPlan, Launcher, AnyProgress, Output], None]
 
 
-def _command(name: str, step: Step, words: str) -> None:
-    """Register one step: all of them take a run and say what became of it the same way."""
+def _command(name: str, step: Step, words: str) -> Callable[..., None]:
+    """The command of one step: all of them take a run and say what became of it the same way."""
 
     def command(
         target: TargetArg,
@@ -186,18 +183,15 @@ def _command(name: str, step: Step, words: str) -> None:
         launcher: LauncherOption = None,
         log_format: LogFormatOption = LogFormat.text,
         output: OutputOption = Output.text,
-        debug: DebugOption = False,
     ) -> None:
-        def body() -> None:
-            with _at_work(target, run_id, ds, set_, launcher, log_format) as at_work:
-                step(*at_work, output)
+        with _run_at_work(target, run_id, ds, set_, launcher, log_format) as at_work:
+            step(*at_work, output)
 
-        guard(body, output, debug, log_format)
-
-    steps.command(name, help=words)(command)
+    command.__name__, command.__doc__ = name, words
+    return guarded(command)
 
 
-def _say(output: Output, **result: object) -> None:
+def _print_result(output: Output, **result: object) -> None:
     if output is Output.json:
         typer.echo(json.dumps(result))
     else:
@@ -207,13 +201,13 @@ def _say(output: Output, **result: object) -> None:
 def _prepare(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Output) -> None:
     prepare_step(plan, launcher, progress)
     about = {"run_id": plan.run_id, "status": "prepared", "shards": plan.num_shards}
-    _say(output, **about, run_dir=plan.run_dir)
+    _print_result(output, **about, run_dir=plan.run_dir)
 
 
 def _score(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Output) -> None:
     score_step(plan, launcher, progress, Clock())
     rows = sum(receipt.counts.rows_staged for receipt in receipts_of(plan))
-    _say(output, run_id=plan.run_id, status="scored", rows=rows, run_dir=plan.run_dir)
+    _print_result(output, run_id=plan.run_id, status="scored", rows=rows, run_dir=plan.run_dir)
 
 
 def _audit(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Output) -> None:
@@ -224,7 +218,7 @@ def _audit(plan: RunPlan, launcher: Launcher, progress: AnyProgress, output: Out
         raise
 
 
-@steps.command()
+@guarded
 def publish(
     target: TargetArg,
     run_id: RunIdOption = None,
@@ -234,19 +228,15 @@ def publish(
     republish: RepublishOption = False,
     log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Publish a run that its audit let pass."""
 
-    def body() -> None:
-        with _at_work(target, run_id, ds, set_, launcher, log_format) as (plan, chosen, progress):
-            manifest = publish_step(plan, chosen, progress, Clock(), republish=republish)
-            print_summary(manifest, output)
-
-    guard(body, output, debug, log_format)
+    with _run_at_work(target, run_id, ds, set_, launcher, log_format) as (plan, chosen, progress):
+        manifest = publish_step(plan, chosen, progress, Clock(), republish=republish)
+        print_summary(manifest, output)
 
 
-@steps.command()
+@guarded
 def audit(
     target: TargetArg,
     run_id: RunIdOption = None,
@@ -258,7 +248,6 @@ def audit(
     ] = False,
     log_format: LogFormatOption = LogFormat.text,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Apply the audit's gates to a scored run, and show them all.
 
@@ -266,23 +255,22 @@ def audit(
     they were published with; exit 4 when one is not what was published.
     """
 
-    def body() -> None:
-        if published:
-            found = the_plan(target, run_id, ds, set_, same_model=False)
-            config = found if isinstance(found, RunConfig) else found.config
-            table = open_table(config, ds=found.ds)
-            count, now = table.verify(), table.current()
-            about = {"run_id": now.run_id if now else None, "status": "verified"}
-            _say(output, **about, ds=found.ds, surface=found.surface, files=count)
-            return
-        with _at_work(target, run_id, ds, set_, launcher, log_format) as (plan, chosen, progress):
-            _audit(plan, chosen, progress, output)
-
-    guard(body, output, debug, log_format)
+    if published:
+        found = the_plan(target, run_id, ds, set_, same_model=False)
+        config = found if isinstance(found, RunConfig) else found.config
+        table = open_table(config, ds=found.ds)
+        count, now = table.verify(), table.current()
+        about = {"run_id": now.run_id if now else None, "status": "verified"}
+        _print_result(output, **about, ds=found.ds, surface=found.surface, files=count)
+        return
+    with _run_at_work(target, run_id, ds, set_, launcher, log_format) as (plan, chosen, progress):
+        _audit(plan, chosen, progress, output)
 
 
-_command("prepare", _prepare, "Plan a run and write its shards.\n\nPrints the run's id and folder.")
-_command("score", _score, "Score the shards of a prepared run that are not done yet.")
+prepare = _command(
+    "prepare", _prepare, "Plan a run and write its shards.\n\nPrints the run's id and folder."
+)
+score = _command("score", _score, "Score the shards of a prepared run that are not done yet.")
 
 
 _STYLES = {"refused": "red", "warned": "yellow", "no limit": "dim", "nothing to compare": "dim"}

@@ -11,12 +11,11 @@ from rich.table import Table
 
 from jobs.cli.options import (
     ConfigArg,
-    DebugOption,
     DsOption,
     Output,
     OutputOption,
     SetOption,
-    guard,
+    guarded,
     stderr,
     stdout,
 )
@@ -36,10 +35,7 @@ class ExportForm(StrEnum):
     arrow = "arrow"
 
 
-upkeep = typer.Typer(no_args_is_help=True)
-
-
-@upkeep.command()
+@guarded
 def backfill(
     config: ConfigArg,
     first: Annotated[str, typer.Option("--from", metavar="YYYY-MM-DD", help="First date.")],
@@ -54,35 +50,31 @@ def backfill(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would run.")] = False,
     set_: SetOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Run every day of a range.
 
     Exit 4 when any of them failed; the others are published.
     """
 
-    def body() -> None:
-        progress = stderr()
-        days = run_backfill(
-            config,
-            days_between(first, last, backwards=backwards),
-            overrides=set_ or [],
-            reprocess=reprocess,
-            max_active=max_active,
-            dry_run=dry_run,
-            done=lambda day: progress.print(f"{day.ds} {day.state}", highlight=False),
-            launcher=launcher,
+    progress = stderr()
+    days = run_backfill(
+        config,
+        days_between(first, last, backwards=backwards),
+        overrides=set_ or [],
+        reprocess=reprocess,
+        max_active=max_active,
+        dry_run=dry_run,
+        done=lambda day: progress.print(f"{day.ds} {day.state}", highlight=False),
+        launcher=launcher,
+    )
+    _print_days(days, output)
+    failed = [day.ds for day in days if day.state == "failed"]
+    if failed:
+        raise RunError(
+            f"{len(failed)} of {len(days)} days failed",
+            got=", ".join(failed),
+            do="Repair what they say and run again with --reprocess failed.",
         )
-        _print_days(days, output)
-        failed = [day.ds for day in days if day.state == "failed"]
-        if failed:
-            raise RunError(
-                f"{len(failed)} of {len(days)} days failed",
-                got=", ".join(failed),
-                do="Repair what they say and run again with --reprocess failed.",
-            )
-
-    guard(body, output, debug)
 
 
 def _print_days(days: list[Day], output: Output) -> None:
@@ -100,7 +92,7 @@ def _print_days(days: list[Day], output: Output) -> None:
     stdout().print(table)
 
 
-@upkeep.command()
+@guarded
 def gc(
     config: ConfigArg,
     keep: Annotated[
@@ -118,33 +110,29 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     set_: SetOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Remove files that no run needs any more.
 
     Never a published table.
     """
 
-    def body() -> None:
-        run = load_config(config, overrides=set_).run
-        days = run.keep_days if keep_days is None else keep_days
-        removed = clean_up(run.work_dir, keep=keep, older_than_days=days, dry_run=dry_run)
-        if output is Output.json:
-            runs = [{"run_id": r.run_id, "status": r.status, "bytes": r.bytes} for r in removed]
-            typer.echo(json.dumps({"dry_run": dry_run, "removed": runs}))
-            return
-        table = Table(title="would be removed" if dry_run else "removed", title_justify="left")
-        for column in ("run", "status", "MB"):
-            table.add_column(column, justify="right" if column == "MB" else "left")
-        for one in removed:
-            table.add_row(one.run_id, one.status, f"{one.bytes / 1e6:.1f}")
-        table.add_row("in all", "", f"{sum(one.bytes for one in removed) / 1e6:.1f}")
-        stdout().print(table)
-
-    guard(body, output, debug)
+    run = load_config(config, overrides=set_).run
+    days = run.keep_days if keep_days is None else keep_days
+    removed = clean_up(run.work_dir, keep=keep, older_than_days=days, dry_run=dry_run)
+    if output is Output.json:
+        runs = [{"run_id": r.run_id, "status": r.status, "bytes": r.bytes} for r in removed]
+        typer.echo(json.dumps({"dry_run": dry_run, "removed": runs}))
+        return
+    table = Table(title="would be removed" if dry_run else "removed", title_justify="left")
+    for column in ("run", "status", "MB"):
+        table.add_column(column, justify="right" if column == "MB" else "left")
+    for one in removed:
+        table.add_row(one.run_id, one.status, f"{one.bytes / 1e6:.1f}")
+    table.add_row("in all", "", f"{sum(one.bytes for one in removed) / 1e6:.1f}")
+    stdout().print(table)
 
 
-@upkeep.command()
+@guarded
 def export(
     config: ConfigArg,
     to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="A new folder, or a URL.")],
@@ -155,19 +143,15 @@ def export(
     ] = (ExportForm.jsonl),
     set_: SetOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """Write what is published as one record per user.
 
     For the bulk loader of a serving store.
     """
 
-    def body() -> None:
-        settings = load_config(config, overrides=set_, ds=ds)
-        counts = export_partition(settings, to, num_files=num_files, form=form.value)
-        if output is Output.json:
-            typer.echo(json.dumps({"to": to, "files": counts}))
-        else:
-            typer.echo(f"{sum(counts.values()):,} users in {len(counts)} files below {to}")
-
-    guard(body, output, debug)
+    settings = load_config(config, overrides=set_, ds=ds)
+    counts = export_partition(settings, to, num_files=num_files, form=form.value)
+    if output is Output.json:
+        typer.echo(json.dumps({"to": to, "files": counts}))
+    else:
+        typer.echo(f"{sum(counts.values()):,} users in {len(counts)} files below {to}")

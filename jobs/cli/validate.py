@@ -13,12 +13,11 @@ from rich.table import Table
 
 from jobs.cli.options import (
     ConfigArg,
-    DebugOption,
     DsOption,
     Output,
     OutputOption,
     SetOption,
-    guard,
+    guarded,
     stdout,
 )
 from jobs.launchers import LauncherName, LauncherOption, open_launcher
@@ -27,29 +26,24 @@ from schemas.config_file import load_config
 from schemas.errors import ConfigError
 
 
+@guarded
 def validate(
     config: ConfigArg,
     ds: DsOption = None,
     set_: SetOption = None,
     launcher: LauncherOption = None,
     output: OutputOption = Output.text,
-    debug: DebugOption = False,
 ) -> None:
     """List every problem of a configuration and its inputs at once.
 
     Exit 0: a run can start (there may be warnings); 2: only settings are wrong; 3: an input is,
     the model's folder included.
     """
-    found: list[Findings] = []
-
-    def body() -> None:
-        found.append(preflight(config, overrides=set_, ds=ds))
-        _ask_launcher(found[0], launcher, config, set_, ds)
-        _print(found[0], config, output)
-
-    guard(body, output, debug)
-    if found[0].exit_code:
-        raise typer.Exit(found[0].exit_code)
+    found = preflight(config, overrides=set_, ds=ds)
+    _ask_launcher(found, launcher, config, set_, ds)
+    _print(found, config, output)
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
 
 
 def _ask_launcher(

@@ -171,7 +171,7 @@ def _java_version() -> Check:
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home, "bin", "java")) if home else "java"
     remedy = "Install a JDK, 17 or later, and set JAVA_HOME to it."
-    text = _said([java, "-version"])
+    text = _output_of([java, "-version"])
     match = re.search(r'version "(\d+)', text or "")
     if text is None or match is None:
         detail = f"{java} does not run" if text is None else text.strip().partition("\n")[0]
@@ -182,7 +182,7 @@ def _java_version() -> Check:
 
 
 def _spark_import(version: str) -> Check:
-    text = _said([sys.executable, "-c", "import pyspark; print(pyspark.__version__)"])
+    text = _output_of([sys.executable, "-c", "import pyspark; print(pyspark.__version__)"])
     ok = text is not None and text.strip() == version
     detail = f"pyspark {version} imports" if ok else f"pyspark {version}: {(text or 'no')[-200:]}"
     remedy = "" if ok else "Install it again in a clean environment: pip install pyspark."
@@ -191,7 +191,7 @@ def _spark_import(version: str) -> Check:
 
 def _spark_home(home: str, pyspark: str) -> Check:
     """Driver and cluster must have one minor version."""
-    text = _said([str(Path(home, "bin", "spark-submit")), "--version"]) or ""
+    text = _output_of([str(Path(home, "bin", "spark-submit")), "--version"]) or ""
     match = re.search(r"version (\d+\.\d+)", text)
     ok = match is not None and pyspark.startswith(match[1] + ".")
     found = match[1] if match else "not known"
@@ -200,8 +200,8 @@ def _spark_home(home: str, pyspark: str) -> Check:
     return Check("Spark versions", ok, detail, remedy)
 
 
-def _said(command: list[str]) -> str | None:
-    """What a command says on both streams; None when it cannot run, fails or hangs."""
+def _output_of(command: list[str]) -> str | None:
+    """What a command prints on both streams; None when it cannot run, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -230,7 +230,7 @@ def _cpu() -> Check:
 def _gpus(backend: str) -> Check:
     """GPUs that the driver sees; those that torch sees are in the self-test."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    text = _said(query)
+    text = _output_of(query)
     if text is not None and text.strip():
         return Check("GPUs", ok=True, detail="; ".join(text.strip().splitlines()))
     if spec_of(backend).gpu == "needed":
@@ -283,14 +283,14 @@ def self_test(backend: str, model: str | None, limit_s: float | None = None) -> 
         )
     except subprocess.TimeoutExpired:
         detail = f"no answer in {limit:,.0f} s"
-        return [Check(name, ok=False, detail=detail, remedy=f"Run it by hand: {_line(command)}")]
+        return [Check(name, ok=False, detail=detail, remedy=f"Run it by hand: {_by_hand(command)}")]
     try:
         found = json.loads(done.stdout.strip().splitlines()[-1])
         return [Check(**one) for one in found]
     except (IndexError, ValueError, TypeError):
-        said = (done.stderr.strip().splitlines() or ["nothing"])[-1][:300]
-        detail = f"ended with code {done.returncode}: {said}"
-        return [Check(name, ok=False, detail=detail, remedy=f"Run it by hand: {_line(command)}")]
+        last_line = (done.stderr.strip().splitlines() or ["nothing"])[-1][:300]
+        detail = f"ended with code {done.returncode}: {last_line}"
+        return [Check(name, ok=False, detail=detail, remedy=f"Run it by hand: {_by_hand(command)}")]
 
 
 def _environment() -> dict[str, str]:
@@ -302,5 +302,5 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def _line(command: list[str]) -> str:
+def _by_hand(command: list[str]) -> str:
     return " ".join(["python", *command[1:]])

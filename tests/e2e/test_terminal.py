@@ -188,7 +188,7 @@ def test_the_list_of_commands_fits_in_one_line_each_and_in_panels(nightshelf):
         top = COMMAND.commands[name]
         assert top.rich_help_panel, name
         if name != "bench":
-            assert top.rich_help_panel != "More", f"jobs/cli/help_pages.py has no place for {name}"
+            assert top.rich_help_panel != "More", f"jobs/cli/app.py has no place for {name}"
         assert command.help
     for panel in ("Set up and check", "Run", "Look and judge", "Published tables"):
         assert f"─ {panel} ─" in page

@@ -135,6 +135,8 @@ def _list(walk: _Walk, inside: str) -> Listing:
             where=walk.path,
         )
     files = sorted(found.values(), key=lambda file: file.path)
+    if walk.local:
+        _check_links(walk, files)
     if walk.linked:
         _check_one_name_each(walk, files)
     full = (Found(_full(walk, file.path), file.folders) for file in files)
@@ -272,6 +274,14 @@ def _check_regular(walk: _Walk, path: str) -> None:
             where=path,
             do="Take it away, or begin its name with _ or a dot.",
         )
+
+
+def _check_links(walk: _Walk, files: list[Found]) -> None:
+    """Refuse what links lead to inside a table with a log, whatever the path looks like."""
+    folders = {os.path.dirname(file.path) for file in files}
+    folders |= {os.path.dirname(os.path.realpath(f.path)) for f in files if os.path.islink(f.path)}
+    for real in sorted({os.path.realpath(folder) for folder in folders}):
+        _refuse_table(walk, table_at(walk.fs, real) or table_around(walk.fs, real))
 
 
 def _check_one_name_each(walk: _Walk, files: list[Found]) -> None:

@@ -189,6 +189,20 @@ def test_a_table_with_a_log_is_never_read_by_its_files(place, log, path):
         place.users(path)
 
 
+@pytest.mark.parametrize("target", ["table/0.parquet", "table/day=1", "table/day=1/0.parquet"])
+@pytest.mark.parametrize("link", ["in/0", "in/deep/0"])
+@pytest.mark.parametrize("path", ["in", "in/*", "in/**", "{link}", "in/[!x]*"])
+def test_a_link_into_a_table_with_a_log_is_refused(tmp_path, target, link, path):
+    place = Place("local", tmp_path)
+    place.write("table/0.parquet", content("u0"))
+    place.write("table/day=1/0.parquet", content("u1"))
+    place.write("table/_delta_log/0.json", b"{}")
+    (tmp_path / link).parent.mkdir(parents=True)
+    (tmp_path / link).symlink_to(tmp_path / target)
+    with pytest.raises(TableError, match="users: the path leads to files of a Delta table"):
+        place.users(path.format(link=link))
+
+
 def test_a_run_reads_every_file_of_every_table(nightshelf, tmp_path):
     """The rows are those of the same tables in one file each."""
     tables = write_inputs(tmp_path, num_users=20)

@@ -19,7 +19,7 @@ from benchmarks.vllm_client import PeerError
 from benchmarks.watched import PHASES
 from benchmarks.workload import Workload
 from engine.backend import Backend
-from engine.backends.torch.prepacked import find_lay_out
+from engine.backends.torch.code_paths import choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def play(work: Workload, backend: Backend, guests: Guests, *, sample: int, repea
     ours = Ours(work, backend)
     answer = ours()
     limit = Limit(guests.model, answer.passes)
-    lay_out = find_lay_out(backend.facts.device, guests.model.dtype)
+    lay_out = choose(backend.facts.device, guests.model.dtype, head_dim=0).lay_out
     stricter = Limit(guests.model, answer.passes, lay_out) if lay_out else None
     first = Contender(OURS, lambda: ours.phases()["whole"], answer.rows)
     played = Played(

@@ -38,6 +38,7 @@ class BackendFacts:
     max_positions: int  # longest prompt + tree depth
     dtype: str
     device: device
+    code_path: str = ""  # which of its code runs here, in words
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

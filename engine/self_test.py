@@ -119,6 +119,7 @@ def check_model(backend: str, folder: str, device: str, dtype: str) -> Check:
     started = create_backend(_config(settings).engine)
     facts = started.facts
     detail = f"{facts.dtype} on {facts.device}, {facts.vocab_size:,} tokens"
+    detail += f"; {facts.code_path}" if facts.code_path else ""
     started.close()
     return Check("model loads and scores as its library does", ok=True, detail=detail)
 

@@ -4,6 +4,7 @@ attention does, and everything the engine does to a GPU happens there without a 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -87,7 +88,8 @@ def fused(torch_backend, monkeypatch):
     monkeypatch.setattr("engine.backends.torch.passes._on_cpu", lambda context: False)
 
     def switch(on):
-        monkeypatch.setattr(torch_backend, "_kernels", Kernels(plain, combine) if on else None)
+        path = replace(torch_backend._path, flash=Kernels(plain, combine) if on else None)
+        monkeypatch.setattr(torch_backend, "_path", path)
         torch_backend._prefixes.clear()
         return torch_backend
 
@@ -154,9 +156,9 @@ def ampere(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(varlen, "right", lambda kernel, device, width: right(kernel, CPU, width))
 
-    def offer(kernel, dtype=torch.bfloat16, width=64):
+    def offer(kernel, width=64):
         monkeypatch.setattr(varlen, "library_flash", kernel)
-        return find_flash(CUDA, dtype, width)
+        return find_flash(CUDA, width)
 
     return offer
 
@@ -172,7 +174,6 @@ def breaks(*_args):
 def test_where_there_is_no_such_kernel_plain_attention_is_used(ampere, monkeypatch, caplog):
     caplog.set_level("INFO", logger="nightshelf.torch")
     assert ampere(lambda: plain) is plain
-    assert ampere(lambda: plain, dtype=torch.float32) is None
     assert ampere(lambda: plain, width=512) is None
     assert not caplog.messages
     assert ampere(no_kernel) is None
@@ -183,7 +184,6 @@ def test_where_there_is_no_such_kernel_plain_attention_is_used(ampere, monkeypat
         assert reason in message
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert ampere(lambda: plain) is None
-    assert find_flash(CPU, torch.bfloat16, 64) is None
 
 
 def all_of_them(chosen):
@@ -193,7 +193,7 @@ def all_of_them(chosen):
 
 @pytest.fixture
 def on_gpu(model_folder, monkeypatch):
-    monkeypatch.setattr("engine.backends.torch.find_lay_out", lambda device, dtype: None)
+    monkeypatch.setattr("engine.backends.torch.code_paths.find_lay_out", lambda: None)
     backend = TorchBackend(model_folder, "bfloat16", CPU)
     monkeypatch.setattr("engine.generate.search._indices", all_of_them)
     monkeypatch.setattr(
@@ -226,8 +226,8 @@ def flash():
 )
 def test_everything_happens_on_the_gpu_and_nothing_waits_for_it(on_gpu, kernels, norm, prefix):
     """Shapes, devices and dtypes only: fake tensors hold no numbers."""
-    on_gpu._kernels = kernels()
-    if on_gpu._kernels is not None:
+    on_gpu._path = replace(on_gpu._path, flash=kernels())
+    if on_gpu._path.flash is not None:
         steps = Steps(compiled.norm, compiled.turned, compiled.gated)
         on_gpu._skips = use_lean_layers(on_gpu._body, steps)
     it = Setting(norm, CUDA, QuotaSettings(level=1, max_items=2))

@@ -88,7 +88,7 @@ def test_bfloat16_with_lean_layers_is_as_near_to_float32_as_without(name, tmp_pa
     folder = save(tmp_path / "model", *MODELS[name])
     want = score(TorchBackend(folder, "float32", CPU))
     lean = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
-    monkeypatch.setattr("engine.backends.torch.use_lean_layers", lambda body: False)
+    monkeypatch.setattr("engine.backends.torch.backend.use_lean_layers", lambda body, steps: False)
     plain = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
     assert lean < 1.5 * plain + 0.01
 
@@ -104,7 +104,7 @@ def test_the_last_layer_forwards_the_ends_of_prompts_and_what_is_read_does_not_c
     last.mlp.register_forward_hook(lambda module, given, out: rows.append(given[0].shape[1]))
     if layout == "packed":  # as for a fused kernel
         monkeypatch.setattr("engine.backends.torch.passes._on_cpu", lambda context: False)
-        backend._kernels = Kernels(varlen.plain, varlen.combine)
+        backend._path = replace(backend._path, flash=Kernels(varlen.plain, varlen.combine))
     prompts = random_prompts(np.random.default_rng(5), 6, longest=20)
     given = prompts_of(prompts, prefix)
     read = {
@@ -142,23 +142,20 @@ def test_a_norm_of_another_formula_is_left_alone():
 
 def test_compiled_steps_are_tried_before_they_are_used(monkeypatch, caplog):
     caplog.set_level("INFO", logger="nightshelf.torch")
-    assert find_compiled(CPU, torch.bfloat16) is None
-    assert find_compiled(CUDA, torch.float32) is None
-    assert not caplog.messages
     monkeypatch.setattr(compiled, "right", lambda made, device: right(made, CPU))
     good = compiled.compiled("aot_eager")  # traced as for CUDA, and run as it is
     monkeypatch.setattr(compiled, "compiled", lambda: good)
-    assert find_compiled(CUDA, torch.bfloat16) is good
+    assert find_compiled(CUDA) is good
     for step in ("norm", "turned", "gated"):
         wrong = replace(good.steps, **{step: lambda x, *_: 1.1 * x})
         monkeypatch.setattr(compiled, "compiled", lambda wrong=wrong: replace(good, steps=wrong))
-        assert find_compiled(CUDA, torch.bfloat16) is None
+        assert find_compiled(CUDA) is None
 
     def no_compiler():
         raise RuntimeError("Cannot find a working triton installation")
 
     monkeypatch.setattr(compiled, "compiled", no_compiler)
-    assert find_compiled(CUDA, torch.bfloat16) is None
+    assert find_compiled(CUDA) is None
     assert ["does not give what plain code gives" in m for m in caplog.messages[:3]] == [True] * 3
     assert "Cannot find a working triton installation" in caplog.messages[3]
 

@@ -49,7 +49,7 @@ def by_us(folder, dtype="float32"):
 @pytest.mark.parametrize("name", SCORES)
 def test_an_architecture_scores_as_transformers_does(name, tmp_path):
     folder = save_model(tmp_path, *SCORES[name])
-    assert not list(refusals(folder, read_config(folder), "torch")), "plan would refuse it"
+    assert not list(refusals(folder, read_config(folder), own_forward=True)), "plan would refuse it"
     got, trie, tokens = by_us(folder)
     np.testing.assert_allclose(got, by_transformers(folder, trie, tokens), rtol=0, atol=1e-5)
 
@@ -72,7 +72,7 @@ def test_another_architecture_is_refused_in_words_that_name_what(name, dtype, tm
     assert words in str(refused.value)
     assert folder in str(refused.value)
     assert "nightshelf_token_tree" not in str(refused.value)
-    first = next(refusals(folder, read_config(folder), "torch"))
+    first = next(refusals(folder, read_config(folder), own_forward=True))
     assert str(first) == str(refused.value), "plan says another thing than run"
 
 
@@ -105,7 +105,7 @@ def test_logits_of_any_size_are_accepted(scale, tmp_path):
 def test_a_head_that_we_do_not_know_is_refused_however_little_it_changes(
     name, changes, scale, dtype, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("engine.backends.torch.head_transform", lambda config: None)
+    monkeypatch.setattr("engine.backends.torch.backend.head_transform", lambda config: None)
     folder = save_model(tmp_path, name, changes, scale=scale)
     with pytest.raises(EngineError, match="does not score as its own library does"):
         TorchBackend(folder, dtype, CPU)
@@ -113,7 +113,7 @@ def test_a_head_that_we_do_not_know_is_refused_however_little_it_changes(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_small_factor_on_small_logits_shows_too(dtype, tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.backends.torch.head_transform", lambda config: None)
+    monkeypatch.setattr("engine.backends.torch.backend.head_transform", lambda config: None)
     folder = save_model(tmp_path, "granite", {"logits_scaling": 1.05}, scale=0.01)
     with pytest.raises(EngineError, match="does not score as its own library does"):
         TorchBackend(folder, dtype, CPU)

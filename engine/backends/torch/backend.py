@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets
-from engine.backends.torch.compiled import find_compiled
+from engine.backends.torch.code_paths import choose
 from engine.backends.torch.context import PrefixKV, TorchContext
 from engine.backends.torch.fused_layers import use_lean_layers
 from engine.backends.torch.head import Head
@@ -27,9 +27,8 @@ from engine.backends.torch.model import (
     sizes_of,
 )
 from engine.backends.torch.passes import PrefixPass, TreePass, node_passes, prompt_passes
-from engine.backends.torch.prepacked import find_lay_out, lay_out_layers
+from engine.backends.torch.prepacked import lay_out_layers
 from engine.backends.torch.probe import TOLERANCE, largest_error, make_probe, read
-from engine.backends.torch.varlen import Kernels, combine, find_flash
 from engine.checkpoints.architecture import has_window
 from engine.row_tiles import pad_rows
 from schemas.errors import EngineError
@@ -53,19 +52,16 @@ class TorchBackend:
         self._shortened = layers is not None
         self._body = self._model.base_model
         self._embed = self._model.get_input_embeddings()
-        self._independent = dtype == "float32" and device.type == "cpu"
-        self._compiled = find_compiled(device, _DTYPES[dtype])
+        self._path = path = choose(device, _DTYPES[dtype], sizes_of(self._model).head_dim)
         self._skips = False  # whether the last layer forwards what is read behind it and no more
-        self._lay_out = find_lay_out(device, _DTYPES[dtype])
         self._head = Head(
             head_of(self._model, folder),
-            independent=self._independent,
-            log_sum=None if self._compiled is None else self._compiled.log_sum,
-            lay_out=self._lay_out,
+            independent=path.independent,
+            log_sum=None if path.compiled is None else path.compiled.log_sum,
+            lay_out=path.lay_out,
             transform=head_transform(self._model.config.get_text_config()),
         )
         self._prefixes: dict[bytes, PrefixKV] = {}
-        self._kernels = self._find_kernels(device, _DTYPES[dtype])
         config = self._model.config.get_text_config()
         weight = self._embed.weight
         assert isinstance(weight, Tensor), "an embedding has a weight"
@@ -79,6 +75,7 @@ class TorchBackend:
             dtype=dtype,
             device=device,
             rows_that_fit=self._rows_that_fit(),
+            code_path=path.described,
         )
         try:
             self._probe(folder)
@@ -95,12 +92,6 @@ class TorchBackend:
             EngineError: they do not score as the library's do.
         """
         TorchBackend(folder, "float32", device, layers=_LAYERS).close()
-
-    def _find_kernels(self, device: torch.device, dtype: torch.dtype) -> Kernels | None:
-        flash = find_flash(device, dtype, sizes_of(self._model).head_dim)
-        if flash is None:
-            return None
-        return Kernels(flash, combine if self._compiled is None else self._compiled.combine)
 
     def _rows_that_fit(self) -> int | None:
         device = next(self._model.parameters()).device
@@ -151,7 +142,7 @@ class TorchBackend:
             self._facts.hidden_size,
             max_nodes,
             _DTYPES[self._facts.dtype],
-            self._kernels,
+            self._path.flash,
         )
         embedded = self._embed(self._put(prompts.token_ids))
         if prompts.soft_vectors is not None:
@@ -159,7 +150,7 @@ class TorchBackend:
         hidden = [
             self._forward(embedded[part.rows], positions[part.rows], part)
             for part in prompt_passes(
-                context, prompts.offsets, self._independent, ends_only and self._skips
+                context, prompts.offsets, self._path.independent, ends_only and self._skips
             )
         ]
         found = torch.cat(hidden)
@@ -176,7 +167,7 @@ class TorchBackend:
         parent = nodes.parent - context.num_prompts
         context.parent[first : first + num_nodes] = parent.clamp(min=-1)
         position = context.lengths[nodes.prompt] + context.prefix.length + nodes.depth - 1
-        for part in node_passes(context, nodes, self._independent):
+        for part in node_passes(context, nodes, self._path.independent):
             hidden = self._forward(self._embed(nodes.token[part.nodes]), position[part.nodes], part)
             context.hidden[context.num_rows + part.nodes] = hidden
         context.num_nodes += num_nodes
@@ -200,7 +191,7 @@ class TorchBackend:
 
     def _forward(self, embedded: Tensor, positions: Tensor, tree_pass: TreePass) -> Tensor:
         num_rows = len(embedded)
-        if self._independent:
+        if self._path.independent:
             embedded, positions = pad_rows(embedded), pad_rows(positions)
         out = self._body(
             inputs_embeds=embedded[None],
@@ -218,7 +209,7 @@ class TorchBackend:
             prefix = PrefixKV()
             if len(tokens):
                 positions = torch.arange(len(tokens), device=self._facts.device)
-                tree_pass = PrefixPass(prefix, len(tokens), self._independent)
+                tree_pass = PrefixPass(prefix, len(tokens), self._path.independent)
                 hidden = self._forward(self._embed(self._put(tokens)), positions, tree_pass)
                 prefix.hidden_sum = hidden.float().sum(dim=0)
             prefix.length = len(tokens)
@@ -226,12 +217,12 @@ class TorchBackend:
         return self._prefixes[key]
 
     def _make_fast(self) -> None:
-        if self._shortened or (self._facts.device.type == "cpu" and not self._independent):
-            self._skips = use_lean_layers(self._body)
-        elif self._compiled is not None:
-            self._skips = use_lean_layers(self._body, self._compiled.steps)
-        if self._lay_out is not None:
-            lay_out_layers(self._body, self._lay_out)
+        if self._shortened or self._path.fused:
+            compiled = None if self._shortened else self._path.compiled
+            steps = None if compiled is None else compiled.steps
+            self._skips = use_lean_layers(self._body, steps)
+        if self._path.lay_out is not None:
+            lay_out_layers(self._body, self._path.lay_out)
 
     @torch.inference_mode()
     def _probe(self, folder: str) -> None:

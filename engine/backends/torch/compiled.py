@@ -65,10 +65,8 @@ class Compiled:
     combine: Combine
 
 
-def find_compiled(device: torch.device, dtype: torch.dtype) -> Compiled | None:
+def find_compiled(device: torch.device) -> Compiled | None:
     """The kernels where this machine can make them and they compute what they should, else None."""
-    if device.type != "cuda" or dtype != torch.bfloat16:
-        return None
     return tried("compiled steps", compiled, lambda made: right(made, device))
 
 

@@ -25,10 +25,8 @@ LayOut = Callable[[Tensor, Tensor | None], Linear]
 """From a weight `[out, in]` and a bias `[out]` to the layer `[..., in] -> [..., out]`."""
 
 
-def find_lay_out(device: torch.device, dtype: torch.dtype) -> LayOut | None:
+def find_lay_out() -> LayOut | None:
     """How to lay weights out where this machine can and it computes what it should, else None."""
-    if device.type != "cpu" or dtype != torch.bfloat16:
-        return None
     return tried("weights laid out", lambda: laid_out, right)
 
 

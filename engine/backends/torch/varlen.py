@@ -64,9 +64,9 @@ class Kernels:
     combine: Combine
 
 
-def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> Flash | None:
+def find_flash(device: torch.device, head_dim: int) -> Flash | None:
     """The fused kernel where this machine has one that computes what it should, else None."""
-    if device.type != "cuda" or dtype != torch.bfloat16 or head_dim > _MOST_WIDTH:
+    if head_dim > _MOST_WIDTH:
         return None
     if torch.cuda.get_device_capability(device)[0] < _FIRST_CAPABILITY:
         return None

@@ -143,6 +143,8 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<user>\{user\.[A-Za-z_]\w*\})|(?P<date>\{ds\})|(?P<word>[A-Za-z_]\w*)"
     r"|(?P<number>-?\d+(?:\.\d+)?)|(?P<text>'[^']*'|\"[^\"]*\")|(?P<sign>==|!=|<=|>=|[=<>()\[\],]))"
 )
+_DEEPEST = 50  # parentheses and `not` around a comparison
+_LONGEST_NUMBER = 100  # characters
 _WORDS = {"and", "or", "not", "in", "contains", "true", "false"}
 
 
@@ -162,6 +164,7 @@ class _Parser:
             at = found.end()
         self._tokens.append(("end", "", len(source)))
         self._next = 0
+        self._depth = 0
 
     def parse(self) -> Expression:
         out = self._junction("or")
@@ -192,6 +195,15 @@ class _Parser:
         return parts[0] if len(parts) == 1 else Junction(word, tuple(parts))
 
     def _negation(self) -> Expression:
+        self._depth += 1
+        try:
+            return self._inner()
+        finally:
+            self._depth -= 1
+
+    def _inner(self) -> Expression:
+        if self._depth > _DEEPEST:
+            self._fail(self._peek()[2], f"at most {_DEEPEST} of ( and not around a comparison")
         if self._accept("not"):
             return Negation(self._negation())
         if self._accept("("):
@@ -234,15 +246,19 @@ class _Parser:
         kind, text, at = self._take()
         if kind == "text":
             return text[1:-1]
+        if kind == "number" and len(text) > _LONGEST_NUMBER:
+            self._fail(at, f"numbers of at most {_LONGEST_NUMBER} characters")
         if kind == "number":
             return float(text) if "." in text else int(text)
         if text in ("true", "false"):
             return text == "true"
         return self._fail(at)
 
-    def _fail(self, at: int) -> NoReturn:
+    def _fail(
+        self, at: int, expected: str = "like: market contains {user.market} and not adult"
+    ) -> NoReturn:
         raise ConfigError(
             "task.eligibility cannot be read",
-            expected="like: market contains {user.market} and not adult",
+            expected=expected,
             got=f"{quoted(self._source[at : at + 20])} at character {at} of {quoted(self._source)}",
         )

@@ -19,7 +19,8 @@ _HOSTS = ("http", "https", "ftp", "sftp", "ssh", "smb")  # others have one by de
 
 
 def place(path: str) -> str:
-    """The path as it is used: `~/x` from the home folder, `file:///x` and `file:/x` as `/x`.
+    """The path as it is used: `~/x` from the home folder, `file:///x` and `file:/x` as `/x`, a
+    scheme in small letters (`S3://b` is `s3://b`; to libraries it would be a folder `S3:`).
 
     Raises:
         ValueError: it names no place, with what is wrong in a few words.
@@ -48,7 +49,7 @@ def _of_url(path: str, scheme: str, rest: str) -> str:
     if rest.startswith("/") and scheme in _BUCKETS + _HOSTS:
         raise ValueError(f"names no place: no bucket or host stands behind {scheme}://")
     if scheme not in _DISK:
-        return path
+        return f"{scheme}://{rest}"
     if not rest.startswith("/"):
         raise ValueError(f"names no place on this machine: expected {scheme}:///{rest}")
     return rest

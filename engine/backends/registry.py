@@ -115,7 +115,14 @@ def create_backend(settings: EngineSettings) -> Backend:
     factory: BackendFactory = (
         _load(spec.name, spec.create) if isinstance(spec.create, str) else spec.create
     )
-    backend = factory(settings)
+    try:
+        backend = factory(settings)
+    except SystemExit as err:  # of a script that was written to be run alone
+        raise EngineError(
+            f"backend {quoted(settings.backend)} ended the process when it was called",
+            got=f"SystemExit: {quoted(err.code)}"[:300],
+            do="Let it raise an error that says what is wrong.",
+        ) from err
     problem = _lacking(backend)
     if problem is None and not isinstance(getattr(backend, "facts", None), BackendFacts):
         problem = ".facts is not a BackendFacts"
@@ -156,7 +163,8 @@ def _load(name: str, place: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except BaseException as err:  # whatever the module does when it is imported
-        if isinstance(err, NightshelfError) or not (isinstance(err, Exception) or is_panic(err)):
+        theirs = isinstance(err, Exception | SystemExit) or is_panic(err)
+        if isinstance(err, NightshelfError) or not theirs:
             raise
         raise EngineError(
             f"backend {quoted(name)} cannot be loaded",

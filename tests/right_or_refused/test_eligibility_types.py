@@ -18,6 +18,7 @@ from pipelines.inputs.eligibility import check_types, eligible_items
 from schemas.column_types import ATTRIBUTE
 from schemas.eligibility import OPERATORS, parse_eligibility, with_date
 from schemas.errors import ConfigError
+from tests.factories import write_config, write_inputs
 
 DS = "2026-11-28"
 DAYS = [dt.date(2026, 11, 27), dt.date(2026, 11, 28), dt.date(2026, 11, 29)]
@@ -286,3 +287,30 @@ def test_a_column_without_a_value_matches_nothing():
     for source in ("x = 5", "not x = 5", "x in ['a']", "y contains {user.u}", "x", "x < {ds}"):
         assert _got(source, catalog, users) == [[False, False]], source
     assert _got("not y contains 5", catalog, users) == [[True, False]]
+
+
+@pytest.mark.parametrize("command", ["validate", "plan"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "(" * 200 + "popularity > 1" + ")" * 200,
+        "(" * 5000,
+        "not " * 3000 + "popularity > 1",
+        "(not " * 400 + "popularity > 1" + ")" * 400,
+        "popularity = " + "9" * 5000,
+        "popularity in [1, -" + "9" * 5000 + "]",
+        "popularity > 0." + "1" * 5000,
+    ],
+    ids=["parentheses", "open", "not", "both", "digits", "in a list", "places"],
+)
+def test_what_no_parser_holds_is_refused_by_its_setting(nightshelf, tmp_path, command, source):
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, task__eligibility=source)
+    done = nightshelf(command, config, "--output", "json", check=2)
+    assert "task.eligibility cannot be read" in done.out
+    assert "at most" in done.out
+
+
+def test_an_expression_may_be_long_and_nested_as_people_nest():
+    assert parse_eligibility(" and ".join(["x = 1"] * 3000))
+    assert parse_eligibility("(" * 20 + "not (x = 1 or y = 2)" + ")" * 20)

@@ -264,6 +264,22 @@ def test_a_library_of_the_backend_may_fail_in_its_own_way(tmp_path, monkeypatch)
         spec_of("torhc")
 
 
+@pytest.mark.parametrize("when", ["imported", "called"])
+def test_a_backend_that_ends_the_process_is_one_that_cannot_start(
+    nightshelf, tmp_path, monkeypatch, when
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    body = "def create(settings):\n    sys.exit(0)\n"
+    name = f"a_script_{when}"
+    end = "sys.exit()\n" if when == "imported" else ""
+    (tmp_path / f"{name}.py").write_text(f"import sys\n\n{body}{end}")
+    write_inputs(tmp_path)
+    config = write_config(tmp_path, engine__backend=f"{name}:create")
+    done = nightshelf("run", config, check=5)
+    assert f"backend '{name}:create'" in done.err
+    assert "SystemExit" in done.err
+
+
 # --- memory ------------------------------------------------------------------------------------
 
 

@@ -55,6 +55,8 @@ def test_a_path_that_leads_nowhere_is_no_place(path):
         ("at 10:30/x", "at 10:30/x"),
         ("a::b/x", "a::b/x"),
         ("s3://bucket/x", "s3://bucket/x"),
+        ("S3://Bucket/X", "s3://Bucket/X"),
+        ("Gs://bucket/*.parquet", "gs://bucket/*.parquet"),
         ("hdfs:///user/x", "hdfs:///user/x"),  # of the default name node
         ("abfs://c@a.dfs.core.windows.net/x", "abfs://c@a.dfs.core.windows.net/x"),
         ("file:///data/x", "/data/x"),

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from jobs.cli.comparisons import print_comparison, print_evaluation
-from jobs.cli.options import DsOption, Output, OutputOption, SetOption, guarded, stderr
+from jobs.cli.options import (
+    DsOption,
+    Output,
+    OutputOption,
+    SetOption,
+    guarded,
+    maybe_place_option,
+    place_option,
+    stderr,
+)
 from jobs.cli.progress import AnyProgress, open_progress
 from jobs.running.run import all_receipts, load_plan, plan_path
 from jobs.running.run_lock import only_run_of
@@ -38,7 +47,12 @@ ByOption = Annotated[
 ]
 UsersOption = Annotated[
     str | None,
-    typer.Option("--users", metavar="PATH", help="Table with that column; default: the run's own."),
+    typer.Option(
+        "--users",
+        metavar="PATH",
+        callback=maybe_place_option,
+        help="Table with that column; default: the run's own.",
+    ),
 ]
 
 
@@ -50,14 +64,23 @@ def evaluate(
     ],
     truth: Annotated[
         str,
-        typer.Option("--truth", metavar="PATH", help="What users turned to: user_id, item_id."),
+        typer.Option(
+            "--truth",
+            metavar="PATH",
+            callback=place_option,
+            help="What users turned to: user_id, item_id.",
+        ),
     ],
     k: DepthsOption = None,
     by: ByOption = None,
     users: UsersOption = None,
     train: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="Past interactions to count as popularity."),
+        typer.Option(
+            metavar="PATH",
+            callback=maybe_place_option,
+            help="Past interactions to count as popularity.",
+        ),
     ] = None,
     bootstrap: Annotated[
         int, typer.Option(min=0, max=100_000, help="Samples of users for 95 % intervals; 0: none.")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from jobs.cli.options import Output, OutputOption, guarded, stdout
+from jobs.cli.options import Output, OutputOption, guarded, maybe_place_option, place_option, stdout
 from pipelines.propose import Sources, propose_config
 from pipelines.storage import files
 from schemas.errors import ConfigError
@@ -17,13 +17,23 @@ from schemas.errors import ConfigError
 
 @guarded
 def init(
-    users: Annotated[str, typer.Option(metavar="PATH", help="The users table.")],
-    catalog: Annotated[str, typer.Option(metavar="PATH", help="The catalog, in any layout.")],
+    users: Annotated[
+        str, typer.Option(metavar="PATH", callback=place_option, help="The users table.")
+    ],
+    catalog: Annotated[
+        str, typer.Option(metavar="PATH", callback=place_option, help="The catalog, in any layout.")
+    ],
     candidates: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Items to score; without, search.")
+        str | None,
+        typer.Option(
+            metavar="PATH", callback=maybe_place_option, help="Items to score; without, search."
+        ),
     ] = None,
     exclusions: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Items never to recommend, per user.")
+        str | None,
+        typer.Option(
+            metavar="PATH", callback=maybe_place_option, help="Items never to recommend, per user."
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="DIR", help="The checkpoint; without, the fake backend.")

@@ -24,7 +24,8 @@ from jobs.running.ending import (
     no_more_interruptions,
 )
 from schemas.config_file import nothing_read_yet, with_its_line
-from schemas.errors import ConfigError, NightshelfError, RunError, is_panic
+from schemas.errors import ConfigError, NightshelfError, RunError, is_panic, quoted
+from schemas.places import place
 
 
 class Output(StrEnum):
@@ -115,6 +116,24 @@ def guard(
         except Terminated as err:
             terminated()
             raise typer.Exit(EXIT_CODE) from err
+
+
+def place_option(path: str) -> str:
+    """What a path on the command line names, as the same path in a configuration: for an option's
+    `callback`.
+
+    Raises:
+        typer.BadParameter: it names no place.
+    """
+    try:
+        return place(path)
+    except ValueError as err:
+        raise typer.BadParameter(f"{err}, got {quoted(path)}") from err
+
+
+def maybe_place_option(path: str | None) -> str | None:
+    """`place_option` of an option that may be left out."""
+    return None if path is None else place_option(path)
 
 
 def _guarded(body: Callable[[], None], output: Output, debug: bool, log_format: LogFormat) -> None:

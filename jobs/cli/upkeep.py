@@ -16,6 +16,7 @@ from jobs.cli.options import (
     OutputOption,
     SetOption,
     guarded,
+    place_option,
     stderr,
     stdout,
 )
@@ -135,7 +136,12 @@ def gc(
 @guarded
 def export(
     config: ConfigArg,
-    to: Annotated[str, typer.Option("--to", metavar="FOLDER", help="A new folder, or a URL.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="FOLDER", callback=place_option, help="A new folder, or a URL."
+        ),
+    ],
     ds: DsOption = None,
     num_files: Annotated[int, typer.Option("--files", min=1, help="Files to spread over.")] = 16,
     form: Annotated[

@@ -117,3 +117,27 @@ def test_a_home_folder_and_a_file_url_are_the_places_they_name(nightshelf, tmp_p
     assert list((tmp_path / "work").glob("*/manifest.json"))
     assert not (tmp_path / "~").exists()
     assert not (tmp_path / "file:").exists()
+
+
+@pytest.mark.parametrize("path", ["s3:/b/x", "s3://", "S3:x", "~nobody-of-this-name/x", ""])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["export", "run.yaml", "--to"],
+        ["evaluate", "run.yaml", "--truth"],
+        ["evaluate", "run.yaml", "--truth", "truth.parquet", "--by", "segment", "--users"],
+        ["evaluate", "run.yaml", "--truth", "truth.parquet", "--train"],
+        ["init", "--catalog", "catalog.parquet", "--users"],
+        ["init", "--users", "users.parquet", "--candidates"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_on_the_command_line_obeys_the_same_rules(
+    nightshelf, tmp_path, monkeypatch, command, path
+):
+    monkeypatch.chdir(tmp_path)
+    done = nightshelf(*command, path, check=2)
+    said = " ".join((done.out + done.err).split())
+    assert command[-1] in said
+    assert "names no place" in said
+    assert not list(tmp_path.iterdir()), "nothing is made"

@@ -29,7 +29,8 @@ from typing import Any
 
 from benchmarks.pipeline import Tables, write_tables
 from jobs.local.processes import LocalLauncher
-from jobs.running.run import Launcher, plan_path
+from jobs.running.launcher import Launcher
+from jobs.running.run_folder import plan_path
 from pipelines.inputs.prepare import prepare_run
 from pipelines.planning.plan import plan_run
 from pipelines.storage import files

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from jobs.local.processes import LocalLauncher
-from jobs.running.run import Launcher
+from jobs.running.launcher import Launcher
 from schemas.settings import RunConfig
 
 

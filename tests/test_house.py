@@ -71,7 +71,6 @@ LONG = {  # still to be split
 MANY = {  # parameters: still to be joined
     "token_tree_attention",
     "label_items",
-    "_write_manifest",
     "backfill",
     "_guess",
     "users_contract",

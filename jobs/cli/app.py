@@ -40,7 +40,8 @@ from jobs.cli.steps import audit, prepare, publish, score
 from jobs.cli.upkeep import backfill, export, gc
 from jobs.cli.validate import validate
 from jobs.launchers import LauncherOption, open_launcher
-from jobs.running.run import plan_path, run_job
+from jobs.running.run import run_job
+from jobs.running.run_folder import plan_path
 from jobs.upkeep.run_states import all_runs, run_status, show_user
 from pipelines.planning.plan import plan_run
 from pipelines.storage import files

@@ -20,7 +20,7 @@ from jobs.cli.options import (
     stderr,
 )
 from jobs.cli.progress import AnyProgress, open_progress
-from jobs.running.run import all_receipts, load_plan, plan_path
+from jobs.running.run_folder import all_receipts, load_plan, plan_path
 from jobs.running.run_lock import only_run_of
 from jobs.upkeep.run_states import published_plan
 from pipelines.catalog.build import is_saved

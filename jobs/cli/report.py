@@ -21,7 +21,8 @@ from jobs.cli.options import (
 from jobs.cli.progress import open_progress
 from jobs.cli.steps import RunIdOption, TargetArg, the_plan
 from jobs.launchers import LauncherName, LauncherOption, open_launcher
-from jobs.running.run import load_manifest, manifest_path, report_of
+from jobs.running.manifest import report_of
+from jobs.running.run_folder import load_manifest, manifest_path
 from jobs.running.run_lock import only_run_of
 from jobs.upkeep.run_states import published_plan
 from pipelines.planning.plan import plan_run

@@ -29,18 +29,10 @@ from jobs.cli.options import (
 from jobs.cli.printing import print_summary
 from jobs.cli.progress import AnyProgress, open_progress
 from jobs.launchers import LauncherName, LauncherOption, open_launcher
-from jobs.running.run import (
-    Clock,
-    Launcher,
-    audit_step,
-    last_audit,
-    load_plan,
-    plan_path,
-    prepare_step,
-    publish_step,
-    receipts_of,
-    score_step,
-)
+from jobs.running.launcher import Launcher
+from jobs.running.manifest import Clock
+from jobs.running.run import audit_step, prepare_step, publish_step, score_step
+from jobs.running.run_folder import last_audit, load_plan, plan_path, receipts_of
 from jobs.running.run_lock import only_run_of
 from pipelines.inputs.unchanged import check_model
 from pipelines.planning.plan import plan_run

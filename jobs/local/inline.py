@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from jobs.running.launcher import Progress
 from jobs.running.retries import Attempts, Next, needs_new_engine, next_step
-from jobs.running.run import Progress
 from jobs.running.shard_worker import start_engine, take_and_guess
 from pipelines.catalog.build import Catalog
 from pipelines.catalog.items import open_items

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from engine.backends.registry import spec_of
 from engine.device import bind_gpu, num_cpus, visible_gpus
 from jobs.local.inline import run_inline
+from jobs.running.launcher import Progress
 from jobs.running.retries import Attempts, needs_new_engine, panics_are_failures
-from jobs.running.run import Progress
 from jobs.running.shard_worker import set_environment, start_engine, take_and_guess
 from nightshelf import own_packages
 from pipelines.catalog.build import Catalog

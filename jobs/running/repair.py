@@ -12,7 +12,7 @@ from schemas.errors import DamagedFileError
 from schemas.runs import RunPlan, Shard
 
 if TYPE_CHECKING:
-    from jobs.running.run import Launcher, Progress
+    from jobs.running.launcher import Launcher, Progress
 
 
 def launch_and_repair(

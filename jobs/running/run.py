@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import platform
 import time
-from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
 
 from jobs.running.ending import finish_first
-from jobs.running.metrics import write_metrics
+from jobs.running.launcher import Launcher, Progress
+from jobs.running.manifest import Clock, Outcome, write_manifest
 from jobs.running.repair import launch_and_repair
+from jobs.running.run_folder import (
+    all_receipts,
+    audit_path,
+    last_audit,
+    launch_path,
+    plan_path,
+    receipts_of,
+)
 from jobs.running.run_lock import only_run_of
 from pipelines.auditing.audit import audit_run, staged_files
 from pipelines.inputs.prepared import is_prepared, shards_of
@@ -21,81 +25,15 @@ from pipelines.publish import check_not_withdrawn, publish_quarantine, publish_r
 from pipelines.shards.profile import publish_record, published_marker
 from pipelines.shards.run_shard import load_receipt
 from pipelines.storage import files
-from pipelines.storage.records import read_record
-from schemas.errors import AuditRefusedError, NightshelfError, RunError, StorageError, quoted
-from schemas.extras import missing_extra
+from schemas.errors import AuditRefusedError, NightshelfError, RunError
 from schemas.gates import AuditReport
 from schemas.markers import Launch
 from schemas.runs import (
-    Counts,
-    Published,
-    RunEnd,
     RunManifest,
     RunPlan,
-    Shard,
     ShardReceipt,
 )
 from schemas.settings import RunConfig
-
-_PACKAGES = (
-    "nightshelf",
-    "torch",
-    "transformers",
-    "pyarrow",
-    "polars",
-    "numpy",
-    "tokenizers",
-    "pyspark",
-)
-
-
-class Progress(Protocol):
-    """What a launcher tells whoever watches."""
-
-    def step(self, name: str) -> None:
-        """A step of the run begins."""
-
-    def start(self, users: int) -> None:
-        """Scoring begins, with so many users to do."""
-
-    def advance(self, users: int) -> None:
-        """So many users more are done."""
-
-    def note(self, message: str) -> None:
-        """Something a person should know."""
-
-
-class Launcher(Protocol):
-    """Where the work of a run is done. Its heart is `launch`; the others are the steps beside it
-    that some launchers can share out too.
-    """
-
-    def locate(self, config: RunConfig) -> RunConfig:
-        """The configuration with every input as files."""
-
-    def problems(self, config: RunConfig) -> Iterator[NightshelfError]:
-        """What would keep it from a run, and can be told before one, without copying a row."""
-
-    def prepare(self, plan: RunPlan, progress: Progress) -> None:
-        """Write the catalog, the candidate sets and the shards; what is there already is kept."""
-
-    def published(self, plan: RunPlan, progress: Progress) -> None:
-        """The run's rows are visible now."""
-
-    name: str  # as the manifest says it
-
-    def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
-        """Get every shard a receipt; the reasons of those that failed, by shard."""
-
-
-def manifest_path(run_dir: str) -> str:
-    """Where a run's manifest is."""
-    return files.join(run_dir, "manifest.json")
-
-
-def plan_path(run_dir: str) -> str:
-    """Where a run's plan is."""
-    return files.join(run_dir, "plan.json")
 
 
 def run_job(
@@ -141,7 +79,7 @@ def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clo
     failed: dict[int, str] = {}
     if todo:
         progress.step("score")
-        files.write_record(_launch_path(plan), Launch(launcher=launcher.name).model_dump())
+        files.write_record(launch_path(plan), Launch(launcher=launcher.name).model_dump())
         failed = launch_and_repair(plan, launcher, todo, progress)
     receipts = receipts_of(plan)
     missing = {s.index for s in shards} - {r.shard for r in receipts}
@@ -149,7 +87,9 @@ def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clo
         failed[index] = "the shard left no receipt"
     if not failed:
         return
-    _write_manifest(plan, clock, progress, "failed", receipts, failed=failed)
+    write_manifest(
+        plan, clock, progress, Outcome(status="failed", receipts=receipts, failed=failed)
+    )
     first = min(failed)
     raise RunError(
         f"{len(failed)} of {len(shards)} shards failed",
@@ -169,9 +109,11 @@ def audit_step(plan: RunPlan, progress: Progress, clock: Clock) -> AuditReport:
     progress.step("audit")
     receipts = all_receipts(plan)
     audit = audit_run(plan, receipts)
-    files.write_record(_audit_path(plan), audit.model_dump(mode="json"))
+    files.write_record(audit_path(plan), audit.model_dump(mode="json"))
     if audit.refused:
-        _write_manifest(plan, clock, progress, "refused", receipts, audit=audit)
+        write_manifest(
+            plan, clock, progress, Outcome(status="refused", receipts=receipts, audit=audit)
+        )
         raise AuditRefusedError(
             "the audit refused to publish",
             got="; ".join(gate.words() for gate in audit.refused),
@@ -228,16 +170,14 @@ def _publish(
     published = publish_run(plan, receipts, republish=republish)
     quarantine = publish_quarantine(plan, receipts)
     files.write_record(published_marker(plan.run_dir), publish_record(plan, time.time()))
-    manifest = _write_manifest(
-        plan,
-        clock,
-        progress,
-        "published",
-        receipts,
+    outcome = Outcome(
+        status="published",
+        receipts=receipts,
         audit=audit,
         published=published,
         quarantine=quarantine,
     )
+    manifest = write_manifest(plan, clock, progress, outcome)
     try:
         launcher.published(plan, progress)
     except NightshelfError as err:
@@ -254,41 +194,9 @@ def _publish(
     return manifest
 
 
-def all_receipts(
-    plan: RunPlan, do: str = "Score it first: finished shards are kept."
-) -> list[ShardReceipt]:
-    """The receipts of every shard, whose files are there.
-
-    Raises:
-        RunError: shards are missing; `do` says what helps.
-    """
-    receipts = receipts_of(plan)
-    if len(receipts) < plan.num_shards:
-        raise RunError(
-            "not every shard is scored",
-            got=f"{len(receipts)} of {plan.num_shards}",
-            where=f"run {plan.run_id}, {plan.run_dir}",
-            do=do,
-        )
-    return receipts
-
-
-def _launch_path(plan: RunPlan) -> str:
-    return files.join(plan.run_dir, "launch.json")
-
-
-def _audit_path(plan: RunPlan) -> str:
-    return files.join(plan.run_dir, "audit.json")
-
-
-def last_audit(plan: RunPlan) -> AuditReport:
-    """The report that `audit_step` kept last."""
-    return read_record(AuditReport, _audit_path(plan))
-
-
 def _passed_audit(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
     """The audit of exactly these receipts."""
-    audit = last_audit(plan) if files.exists(_audit_path(plan)) else None
+    audit = last_audit(plan) if files.exists(audit_path(plan)) else None
     if audit is None or audit.attempts != {r.shard: r.attempt for r in receipts}:
         raise RunError(
             "the run has not been audited as it is now", where=plan.run_dir, do="Audit it first."
@@ -300,127 +208,3 @@ def _passed_audit(plan: RunPlan, receipts: list[ShardReceipt]) -> AuditReport:
             where=f"run {plan.run_id}, {plan.run_dir}",
         )
     return audit
-
-
-def receipts_of(plan: RunPlan) -> list[ShardReceipt]:
-    """Receipts of the shards that are done, in shard order."""
-    found = (load_receipt(plan, shard) for shard in shards_of(plan))
-    return [receipt for receipt in found if receipt is not None]
-
-
-def load_plan(run_dir: str) -> RunPlan:
-    """The plan of a run folder.
-
-    Raises:
-        StorageError: there is none, or it cannot be read: it is damaged, or of another version.
-    """
-    path = plan_path(run_dir)
-    if not files.exists(path):
-        raise StorageError("no run is in this folder", got=quoted(run_dir))
-    return read_record(RunPlan, path)
-
-
-class Clock:
-    """When a command started, and for how long it has run."""
-
-    def __init__(self) -> None:
-        self.started_at = dt.datetime.now(dt.UTC)
-        self._started = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._started
-
-
-def _write_manifest(
-    plan: RunPlan,
-    clock: Clock,
-    progress: Progress,
-    status: RunEnd,
-    receipts: list[ShardReceipt],
-    *,
-    failed: dict[int, str] | None = None,
-    audit: AuditReport | None = None,
-    published: Published | None = None,
-    quarantine: Published | None = None,
-) -> RunManifest:
-    manifest = RunManifest(
-        plan=plan,
-        status=status,
-        counts=Counts.total(receipt.counts for receipt in receipts),
-        shards=tuple(receipts),
-        failed_shards=failed or {},
-        audit=audit,
-        published=published,
-        published_quarantine=quarantine,
-        started_at=clock.started_at.isoformat(timespec="seconds"),
-        finished_at=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        seconds=clock.seconds,
-        versions=_versions(),
-        launcher=_launcher(plan),
-    )
-    keep_manifest(manifest)
-    if status == "published":  # else the step that failed is still the one at work
-        progress.step("report")
-    try:
-        manifest = report_of(manifest)
-        if status != "published":  # what ends the command is an error, without a summary
-            progress.note(f"report: {manifest.report}")
-    except NightshelfError as err:  # a page: the run is what it is, whatever becomes of it
-        progress.note(f"the report could not be written: {err}")
-    except Exception as err:
-        progress.note(f"the report could not be written: {type(err).__name__}: {err}")
-    try:
-        write_metrics(manifest)
-    except (NightshelfError, OSError) as err:  # the run is what it is, whatever becomes of them
-        progress.note(f"metrics could not be written: {err}")
-    return manifest
-
-
-def load_manifest(plan: RunPlan) -> RunManifest:
-    """The manifest of a run that has ended.
-
-    Raises:
-        RunError: it has not.
-        StorageError: it cannot be read: it is damaged, or of another version.
-    """
-    path = manifest_path(plan.run_dir)
-    if not files.exists(path):
-        raise RunError("the run has not ended yet", where=plan.run_dir, do="Run it to its end.")
-    return read_record(RunManifest, path)
-
-
-def keep_manifest(manifest: RunManifest) -> None:
-    """Write the manifest into the run's folder."""
-    path = manifest_path(manifest.plan.run_dir)
-    files.write_json(path, manifest.model_dump(mode="json"))
-
-
-def report_of(manifest: RunManifest, users: Sequence[str] = ()) -> RunManifest:
-    """Write the report of a run, and the manifest that names it.
-
-    Raises: as `pipelines.report.write_report`, and `ConfigError` without the extra `report`.
-    """
-    if missing := missing_extra("report", "the report"):
-        raise missing
-    from pipelines.report import write_report  # loads jinja2 and matplotlib
-
-    manifest = write_report(manifest, users)
-    keep_manifest(manifest)
-    return manifest
-
-
-def _launcher(plan: RunPlan) -> str | None:
-    path = _launch_path(plan)
-    return read_record(Launch, path).launcher if files.exists(path) else None
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -13,7 +13,7 @@ from py4j.protocol import Py4JError
 from pyspark import cloudpickle
 from pyspark.errors import PySparkException
 
-from jobs.running.run import Progress
+from jobs.running.launcher import Progress
 from jobs.spark import probe as spark_probe
 from jobs.spark.conf import GpuSettings
 from jobs.spark.session import first_words

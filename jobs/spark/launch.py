@@ -25,7 +25,7 @@ from py4j.protocol import Py4JError
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
 
-from jobs.running.run import Progress
+from jobs.running.launcher import Progress
 from jobs.spark import attempts
 from jobs.spark.ask import ask_executors
 from jobs.spark.carried import carried

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from jobs.running.run import load_plan
+from jobs.running.run_folder import load_plan
 from jobs.running.run_lock import only_run_of
 from jobs.upkeep.run_states import RunStatus, all_runs
 from pipelines.publish import open_table

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from jobs.running.run import load_plan, manifest_path
+from jobs.running.run_folder import load_plan, manifest_path
 from pipelines.catalog.build import is_saved
 from pipelines.catalog.items import catalog_dir, open_items, titles
 from pipelines.inputs.prepare import shard_of

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from jobs.running.run import plan_path
+from jobs.running.run_folder import plan_path
 from tests.factories import write_config, write_inputs
 
 OUT = "out/ds=2026-11-28/surface=home"

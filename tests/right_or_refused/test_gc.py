@@ -116,7 +116,7 @@ def idle_of(real):
 
 
 def test_a_run_that_holds_its_lock_loses_nothing(nightshelf, tmp_path, nights):
-    from jobs.running.run import load_plan
+    from jobs.running.run_folder import load_plan
     from jobs.running.run_lock import only_run_of
 
     config, runs = nights

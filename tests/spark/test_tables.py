@@ -193,7 +193,7 @@ def test_another_table_is_refused_before_anything_is_scored(
 
 def test_a_table_that_became_managed_meanwhile_loses_nothing(spark, database, nightshelf, tmp_path):
     """Also where the check before the run saw nothing: no statement of ours removes files."""
-    from jobs.running.run import load_plan
+    from jobs.running.run_folder import load_plan
     from jobs.spark.register import register
     from schemas.errors import TableError
 

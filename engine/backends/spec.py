@@ -48,6 +48,10 @@ class BackendSpec:
     """`module:function` for `doctor`, in a process of its own: takes a model folder or None, and
     gives `schemas.checks.Check`s. None: it is run over a tiny model, if it reads checkpoints."""
 
+    before_a_run: str | None = None
+    """`module:function` that a plan asks in a process of its own, where the packages are installed:
+    takes `EngineSettings`, yields the `EngineError`s of a checkpoint that would not be loaded."""
+
     def missing_packages(self) -> Iterator[EngineError]:
         """The error of the first package that this Python lacks; none is imported."""
         for package in self.packages:

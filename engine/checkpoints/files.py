@@ -30,7 +30,7 @@ _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embe
 _HEAD = ("lm_head.weight", "embed_out.weight")
 _LARGEST_HEADER = 100 << 20
 _INDEX = "model.safetensors.index.json"
-_LAYER = re.compile(r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?(?:layers|h)\.(\d+)\.")
+LAYER = re.compile(r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?(?:layers|h)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ def weight_problems(root: Path) -> Iterator[EngineError]:
             do="Copy or download the checkpoint again.",
             field="engine.model",
         )
-    for path in _weight_files(root):
+    for path in weight_files(root):
         try:
             with path.open("rb") as handle:
                 tensors, start = safetensors_header(handle)
@@ -156,7 +156,7 @@ def _unreadable(path: Path, why: str) -> EngineError:
     )
 
 
-def _weight_files(root: Path) -> list[Path]:
+def weight_files(root: Path) -> list[Path]:
     """The files that are loaded; adapters that lie beside them are not."""
     return [p for p in sorted(root.glob("*.safetensors")) if not p.name.startswith("adapter")]
 
@@ -167,7 +167,7 @@ def _size_problems(root: Path, raw: dict[str, Any]) -> Iterator[EngineError]:
     if raw.get("quantization_config") is not None:
         return
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in _weight_files(root):
+    for path in weight_files(root):
         with path.open("rb") as handle:
             shapes |= {n: tuple(t["shape"]) for n, t in safetensors_header(handle)[0].items()}
     vocab = text.get("vocab_size")
@@ -206,7 +206,7 @@ def _missing_tensors(shapes: Mapping[str, object], raw: Mapping[str, Any]) -> li
     by_layer: dict[int, set[str]] = {}
     begins: dict[int, str] = {}
     for name in shapes:
-        if match := _LAYER.match(name):
+        if match := LAYER.match(name):
             at = int(match[1])
             by_layer.setdefault(at, set()).add(name[match.end() :])
             begins[at] = name[: match.start(1)]
@@ -244,7 +244,7 @@ def vocabulary_sizes(folder: str) -> VocabularySizes:
 def _first_dimensions(root: Path) -> dict[str, int]:
     """Rows of each matrix of the checkpoint; adapters that lie beside it do not count."""
     rows: dict[str, int] = {}
-    for path in _weight_files(root):
+    for path in weight_files(root):
         try:
             with path.open("rb") as handle:
                 header, _ = safetensors_header(handle)

@@ -1,7 +1,8 @@
 """What would keep the engine from starting, as far as files tell: each problem said once, for a
 plan, which raises the first, and for a look before it, which lists them all.
 
-Nothing here imports torch: config.json and the headers of the weights are read, no more.
+Nothing here imports torch: config.json and the headers of the weights are read, and the library of
+the backend is asked in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.backends.apart import problems_apart
 from engine.backends.registry import check_backend, spec_of
-from engine.checkpoints.architecture import longest_position, read_config, text_config
+from engine.checkpoints.architecture import is_known, longest_position, read_config, text_config
 from engine.checkpoints.files import checkpoint_problems, safetensors_header
 from engine.prompts.projector_spec import ProjectorSpec, read_projector_spec
 from engine.prompts.tokenizer import Tokenizer
@@ -57,18 +59,31 @@ def engine_problems(config: RunConfig, tokenizer: Tokenizer | None) -> Iterator[
     engine, spec = config.engine, spec_of(config.engine.backend)
     if engine.model is None or not spec.reads_checkpoint:
         return
-    yield from checkpoint_problems(engine.model, own_forward=spec.own_forward)
+    found = list(checkpoint_problems(engine.model, own_forward=spec.own_forward))
+    yield from found
     if engine.projector is not None and config.prompt.parsed.uses("user_vector"):
         yield from _projector_problems(engine.projector, engine.model)
+    yield from _too_long(config, tokenizer, engine.model)
+    if found:
+        return
+    # A library elsewhere may know types of models that the one here does not.
+    if config.run.launcher == "local" or is_known(read_config(engine.model)):
+        yield from problems_apart(spec, engine)
+
+
+def _too_long(
+    config: RunConfig, tokenizer: Tokenizer | None, model: str
+) -> Iterator[NightshelfError]:
+    """Prompts that leave no position for the longest item and a label behind it."""
     deep = _depth(config, tokenizer)
-    longest = _positions(engine.model)
+    longest = _positions(model)
     if longest is None:
         return
     at_most = config.prompt.max_tokens + _depth(config, tokenizer, texts=True)
     if tokenizer is not None and config.text is not None and at_most > longest:
         deep += longest_text(config, tokenizer)
     if config.prompt.max_tokens + deep > longest:
-        yield too_long(config.prompt.max_tokens, deep, longest, engine.model)
+        yield too_long(config.prompt.max_tokens, deep, longest, model)
 
 
 def fit_prompt(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:

@@ -94,6 +94,87 @@ def embedding_of_another_size(folder):
     edit_config(folder, vocab_size=70)
 
 
+def change_weights(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def every_mlp_of_another_size(folder):
+    edit_config(folder, intermediate_size=80)
+
+
+def one_norm_of_another_size(folder):
+    def longer(weights):
+        weights["model.layers.1.input_layernorm.weight"] = np.ones(33, dtype=np.float32)
+
+    change_weights(folder, longer)
+
+
+def other_heads(folder):
+    edit_config(folder, num_attention_heads=8)
+
+
+def a_norm_missing_in_every_layer(folder):
+    drop_weights(folder, "k_norm")
+
+
+def final_norm_missing(folder):
+    drop_weights(folder, "model.norm.weight")
+
+
+def layers_that_are_left_out(folder):
+    edit_config(folder, num_hidden_layers=1, layer_types=["full_attention"])
+
+
+def biases_that_are_left_out(folder):
+    def biased(weights):
+        for layer in range(2):
+            name = f"model.layers.{layer}.self_attn.q_proj.bias"
+            weights[name] = np.ones(32, dtype=np.float32)
+
+    change_weights(folder, biased)
+
+
+def norms_that_are_left_out(folder):
+    edit_config(folder, model_type="llama", architectures=["LlamaForCausalLM"])
+
+
+def a_nan(folder):
+    def spoil(weights):
+        weights["model.embed_tokens.weight"][63, 3] = np.nan
+
+    change_weights(folder, spoil)
+
+
+def an_infinity(folder):
+    def spoil(weights):
+        weights["model.layers.1.mlp.up_proj.weight"][3, 3] = -np.inf
+
+    change_weights(folder, spoil)
+
+
+def pad_beyond_the_vocabulary(folder):
+    edit_config(folder, pad_token_id=100277)
+
+
+def heads_that_do_not_divide(folder):
+    edit_config(folder, num_key_value_heads="two")
+
+
+def rope_of_no_known_type(folder):
+    edit_config(folder, rope_parameters=None, rope_scaling={"rope_type": "spiral", "factor": 2.0})
+
+
+def rope_that_lacks_its_factor(folder):
+    edit_config(folder, rope_parameters=None, rope_scaling={"rope_type": "linear"})
+
+
+def activation_of_no_known_name(folder):
+    edit_config(folder, hidden_act="gelo")
+
+
 def quantised(folder):
     edit_config(folder, quantization_config={"quant_method": "aqlm", "bits": 4})
 
@@ -131,6 +212,21 @@ BROKEN = {
     tensor_missing: "model.layers.1.mlp.up_proj.weight",
     head_missing: "lm_head.weight",
     embedding_of_another_size: "has another size than config.json says",
+    every_mlp_of_another_size: "6 such tensors",
+    one_norm_of_another_size: "model.layers.1.input_layernorm.weight",
+    other_heads: "has another size than config.json says",
+    a_norm_missing_in_every_layer: "k_norm",
+    final_norm_missing: "model.norm.weight",
+    layers_that_are_left_out: "that config.json knows nothing of",
+    biases_that_are_left_out: "model.layers.0.self_attn.q_proj.bias",
+    norms_that_are_left_out: "that config.json knows nothing of",
+    a_nan: "tensor 'model.embed_tokens.weight' holds NaN",
+    an_infinity: "tensor 'model.layers.1.mlp.up_proj.weight' holds NaN or infinite",
+    pad_beyond_the_vocabulary: "the model cannot be loaded",
+    heads_that_do_not_divide: "the model cannot be loaded",
+    rope_of_no_known_type: "the model cannot be loaded",
+    rope_that_lacks_its_factor: "the model cannot be loaded",
+    activation_of_no_known_name: "the model cannot be loaded",
     quantised: "quant_method aqlm",
     encoder_decoder: "encoder-decoder",
     classifier: "not a causal language model",
@@ -299,21 +395,32 @@ def test_what_runs_is_let_through(nightshelf, tmp_path, name):
     nightshelf("plan", config)
 
 
-def test_a_type_that_was_not_tried_is_a_warning(nightshelf, tmp_path, model_folder):
-    model = tmp_path / "model"
-    shutil.copytree(model_folder, model)
-    edit_config(model, model_type="qwen9", architectures=["Qwen9ForCausalLM"])
+def test_a_type_that_was_not_tried_is_a_warning(nightshelf, tmp_path):
+    model = save_model(tmp_path / "model", "flex_olmo", {"num_experts": 4, "pad_token_id": 0})
     done = nightshelf("validate", torch_config(tmp_path, model), "--output", "json")
     assert ["was not tried" in one["message"] for one in done.json["warnings"]] == [True]
 
 
+def test_a_type_that_the_library_does_not_know(nightshelf, tmp_path, model_folder):
+    model = tmp_path / "model"
+    shutil.copytree(model_folder, model)
+    edit_config(model, model_type="qwen9", architectures=["Qwen9ForCausalLM"])
+    config = torch_config(tmp_path, model)
+    check(nightshelf, config, "the model cannot be loaded")
+    nightshelf("plan", config, "--set", "run.launcher=spark")  # it may be known there
+
+
 def test_a_plan_of_a_model_imports_no_torch(tmp_path, model_folder):
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    every_mlp_of_another_size(broken)
     config = torch_config(tmp_path, model_folder)
     code = (
         "import sys\nfrom schemas.config_file import load_config\n"
         "from pipelines.planning.plan import plan_run\nfrom pipelines.preflight import preflight\n"
         f"plan_run(load_config({str(config)!r}))\n"
         f"assert not preflight({str(config)!r}).problems\n"
+        f'assert preflight({str(config)!r}, overrides=["engine.model={broken}"]).problems\n'
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

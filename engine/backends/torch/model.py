@@ -10,14 +10,19 @@ import warnings
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.backends.torch.memory import ModelSizes
 from engine.backends.torch.tree_attention import ATTENTION_NAME, OtherAttentionError
+from engine.backends.torch.weights import (
+    LIBRARY_ERRORS,
+    cannot_load,
+    check_finite,
+    load_config,
+    load_problems,
+    report_problems,
+)
 from engine.checkpoints import architecture
 from engine.checkpoints.files import checkpoint_problems
 from schemas.errors import EngineError, quoted
@@ -39,12 +44,10 @@ def load_model(
     """
     for problem in checkpoint_problems(folder, own_forward=True):
         raise problem
-    quiet: Any = transformers_logging  # its functions carry no types
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
+    for problem in load_problems(folder):
+        raise problem
+    config = load_config(folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _refuse_other_models(config, folder)
         if layers is not None:
             _keep_layers(config.get_text_config(), layers)
         with warnings.catch_warnings():
@@ -60,46 +63,20 @@ def load_model(
                 ignore_mismatched_sizes=True,  # we refuse them ourselves, with their names
                 output_loading_info=True,
             )
-    except EngineError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as err:
+    except LIBRARY_ERRORS as err:
         if ATTENTION_NAME in str(err):
             raise own_attention(None, folder, err) from err
-        raise EngineError(
-            "the model cannot be loaded", got=quoted(" ".join(str(err).split())), where=folder
-        ) from err
+        raise cannot_load(folder, err) from err
     model: PreTrainedModel
     model, report = loaded
-    for name, found, wanted in sorted(report["mismatched_keys"]):
-        raise EngineError(
-            f"the checkpoint's tensor {name!r} has another size than config.json says",
-            expected=f"{tuple(wanted)}",
-            got=f"{tuple(found)}; {len(report['mismatched_keys'])} such tensors",
-            where=folder,
-            do="Save model and config together, after resizing the embeddings.",
-        )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise EngineError(
-            "the checkpoint lacks weights, which would be random",
-            got=f"{len(missing)} missing, first {quoted(missing[:3])}",
-            where=folder,
-        )
+    if layers is not None:
+        report |= {"unexpected_keys": ()}  # the other layers
+    for problem in report_problems(report, config, folder):
+        raise problem
     model.to(device)  # type: ignore[arg-type]  # its types say str
     model.eval()  # type: ignore[no-untyped-call]  # the library's
+    check_finite(model, folder)
     return model
-
-
-def _refuse_other_models(config: Any, folder: str) -> None:
-    """What config.json does not tell alone; and a classifier's checkpoint, which loads as a
-    language model too and would score nonsense.
-    """
-    for problem in architecture.refusals(folder, config.to_dict(), own_forward=True):
-        raise problem
-    named = list(config.architectures or [])
-    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    if named and not known & set(named):
-        raise architecture.not_causal(named, folder)
 
 
 def longest_position(config: Any) -> int:

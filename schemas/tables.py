@@ -18,8 +18,6 @@ from schemas.column_types import (
     ID,
     ID_LIST,
     INT_LIST,
-    INTEGER,
-    LABELS,
     NUMBER,
     SCALAR,
     SID,
@@ -116,18 +114,15 @@ def users_contract(
     template: PromptTemplate,
     *,
     by_segment: bool = False,
-    eligibility: tuple[str, ...] = (),
-    k_column: str | None = None,
-    labels_column: str | None = None,
-    candidates: bool = False,
-    exclusions: bool = False,
     history: bool = False,
+    more: Iterable[Column] = (),
 ) -> TableContract:
-    """The users table, as far as a run reads it.
+    """The users table, as far as a prompt reads it, and what else a run reads of it.
 
-    That is: the template, the history where its items are left out, candidate sets by segment, the
-    users columns of the eligibility, k, and labels; where it is self-contained, each user's
-    candidates and exclusions as well.
+    Args:
+        by_segment: candidate sets are those of each user's segment.
+        history: it is read, whether or not the template has it.
+        more: columns besides; one that the prompt reads too is there once.
     """
     columns = [Column("user_id", ID)]
     if template.uses("user_vector"):
@@ -143,17 +138,7 @@ def users_contract(
     ]
     if by_segment and "segment" not in template.columns:
         columns.append(Column("segment", SCALAR))
-    named = {column.name for column in columns}
-    columns += [Column(name, ATTRIBUTE) for name in eligibility if name not in named]
-    if k_column is not None:
-        columns.append(Column(k_column, INTEGER))
-    if labels_column is not None:
-        columns.append(Column(labels_column, LABELS))
-    if candidates:
-        columns.append(Column(USER_CANDIDATES, ID_LIST))
-    if exclusions:
-        columns.append(Column(USER_EXCLUSIONS, ID_LIST, required=False, in_all_or_none=True))
-    return TableContract("users", tuple(columns))
+    return TableContract("users", (*columns, *more))
 
 
 def catalog_contract(attributes: tuple[str, ...]) -> TableContract:

@@ -21,6 +21,10 @@ class LabelTokens:
     columns: TokenColumns
     rejections: list[Rejection]
 
+    def take(self, rows: Ints) -> LabelTokens:
+        """The users at `rows`, none of whom was rejected."""
+        return LabelTokens(self.of_user.take(rows), self.columns, [])
+
 
 class LabelReader:
     """Label texts and ids as tokens of the model.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.backend import NodeBatch, Norm, Targets, TokenColumns
 from engine.decoding import Decoding
+from engine.prompts.labels import LabelTokens
 from engine.scoring.items import forward_tree, tree_parts
 from engine.trees.token_tree import TokenTree, build_token_tree
 from schemas.requests import Ints, Ragged, place_within
@@ -25,8 +26,7 @@ from schemas.requests import Ints, Ragged, place_within
 def label_items(
     decoding: Decoding,
     candidates: Ragged,
-    labels: Ragged,
-    columns: TokenColumns,
+    labels: LabelTokens,
     *,
     suffix: Ints,
     softmax: bool,
@@ -37,8 +37,7 @@ def label_items(
 
     Args:
         candidates: items of each user `[U]`.
-        labels: of each user `[U]`, as positions in `columns`, none empty.
-        columns: the tokens that are labels.
+        labels: of each user `[U]`, none empty.
         suffix: tokens between an item and its label.
         softmax: over the user's labels; else over the whole vocabulary.
         max_rows: nodes kept at a time; larger sets go in parts over the one prefill.
@@ -49,7 +48,7 @@ def label_items(
         user `[U]`.
     """
     index = decoding.index
-    most = int(labels.lengths.max(initial=1))
+    most = int(labels.of_user.lengths.max(initial=1))
     scores = torch.full((len(candidates.values), most), torch.nan, device=index.device)
     rows = np.zeros(candidates.num_rows, dtype=np.int64)
     if tree is None:
@@ -64,7 +63,8 @@ def label_items(
             starts = forward_tree(decoding, one, max_rows)
             leaves = _leaves(one, starts, user[part])
             at = _append_suffix(decoding, leaves, suffix)
-            values = _read(decoding, at, labels.take(leaves.user), columns, softmax)
+            asked = labels.of_user.take(leaves.user)
+            values = _read(decoding, at, asked, labels.columns, softmax)
             scores[index.put(part), : values.shape[1]] = values[index.put(leaves.of_candidate)]
         rows += one.rows_per_user
         rows += np.bincount(leaves.user, minlength=len(rows)) * len(suffix)

@@ -104,8 +104,7 @@ class _Labelling(CandidateRunner):
         found, nodes = label_items(
             one.decoding,
             lists,
-            labels.of_user.take(one.pack),
-            labels.columns,
+            labels.take(one.pack),
             suffix=self.preparation.label_suffix,
             softmax=self._softmax,
             max_rows=one.max_rows,

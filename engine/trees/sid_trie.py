@@ -168,7 +168,7 @@ def build_trie(
         CatalogError: no items, an empty SID, a hole inside one, or one SID that is a prefix of
         another where there is no `end`.
     """
-    num_items, depth = codes.shape
+    num_items = len(codes)
     if num_items == 0:
         raise CatalogError("the catalog is empty", expected="at least one item with a semantic ID")
     _check_shape(codes, name)
@@ -181,49 +181,72 @@ def build_trie(
     num_sids = len(distinct)
     if end is not None:
         distinct = _closed(distinct, end)
-        depth = distinct.shape[1]
 
-    # A SID's node at each depth is the number of its prefix among the distinct ones of that depth.
-    changed = np.zeros(num_sids, dtype=bool)
-    changed[0] = True
-    level_start = [0, 1]
-    parents, node_codes = [np.array([-1])], [np.array([-1])]
-    node_of_sid = np.zeros(num_sids, dtype=np.int64)
-    node_at = np.zeros(num_sids, dtype=np.int64)  # this SID's node at the depth above
-    for d in range(depth):
-        column = distinct[:, d]
-        live = column >= 0
-        changed[1:] |= column[1:] != column[:-1]
-        starts = changed & live
-        number = np.cumsum(starts) - 1 + level_start[-1]
-        parents.append(node_at[starts])
-        node_codes.append(column[starts])
-        level_start.append(level_start[-1] + int(starts.sum()))
-        node_at = np.where(live, number, node_at)
-        node_of_sid = np.where(live, number, node_of_sid)
-    parent = np.concatenate(parents)
-    num_nodes = level_start[-1]
-    children = np.bincount(parent[1:], minlength=num_nodes)
+    nodes = _number_nodes(distinct)
+    num_nodes = len(nodes.parent)
+    children = np.bincount(nodes.parent[1:], minlength=num_nodes)
     first_child = np.ones(num_nodes + 1, dtype=np.int64)
     np.cumsum(children, out=first_child[1:])
     first_child[1:] += 1
     if not prefixes:
-        _check_prefixes(children, node_of_sid, distinct, order, sid_of_ordered, name)
+        _check_prefixes(children, nodes.of_sid, distinct, order, sid_of_ordered, name)
 
     sid_of_node = np.full(num_nodes, -1, dtype=np.int32)
-    sid_of_node[node_of_sid] = np.arange(num_sids)
+    sid_of_node[nodes.of_sid] = np.arange(num_sids)
     sid_of_item = np.empty(num_items, dtype=np.int32)
     sid_of_item[order] = sid_of_ordered
     return SidTrie(
-        level_start=np.asarray(level_start, dtype=np.int64),
+        level_start=nodes.level_start,
         first_child=first_child.astype(np.int32),
-        parent=parent.astype(np.int32),
-        code=np.concatenate(node_codes).astype(np.int32),
+        parent=nodes.parent.astype(np.int32),
+        code=nodes.code.astype(np.int32),
         sid_of_node=sid_of_node,
-        node_of_sid=node_of_sid.astype(np.int32),
+        node_of_sid=nodes.of_sid.astype(np.int32),
         first_item=np.append(np.flatnonzero(new), num_items).astype(np.int64),
         items=order.astype(np.int32),
         sid_of_item=sid_of_item,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """The nodes of a trie, level by level, in the order of their codes; the root is the first."""
+
+    level_start: NDArray[np.int64]  # [depth + 2]
+    parent: NDArray[np.int64]  # [V] -1 for the root
+    code: NDArray[np.int32]  # [V]
+    of_sid: NDArray[np.int64]  # [S]
+
+
+def _number_nodes(distinct: NDArray[np.int32]) -> _Nodes:
+    """A SID's node at each depth is the number of its prefix among the distinct ones of that depth.
+
+    Args:
+        distinct: `[S, L]` codes in ascending order, -1 behind the end of shorter ones.
+    """
+    num_sids, depth = distinct.shape
+    changed = np.zeros(num_sids, dtype=bool)
+    changed[0] = True
+    level_start = [0, 1]
+    parents, codes = [np.array([-1])], [np.array([-1])]
+    of_sid = np.zeros(num_sids, dtype=np.int64)
+    above = np.zeros(num_sids, dtype=np.int64)  # this SID's node at the depth above
+    for level in range(depth):
+        column = distinct[:, level]
+        live = column >= 0
+        changed[1:] |= column[1:] != column[:-1]
+        starts = changed & live
+        number = np.cumsum(starts) - 1 + level_start[-1]
+        parents.append(above[starts])
+        codes.append(column[starts])
+        level_start.append(level_start[-1] + int(starts.sum()))
+        above = np.where(live, number, above)
+        of_sid = np.where(live, number, of_sid)
+    return _Nodes(
+        np.asarray(level_start, dtype=np.int64),
+        np.concatenate(parents),
+        np.concatenate(codes),
+        of_sid,
     )
 
 

@@ -73,6 +73,10 @@ def init(
     if output is Output.json:
         typer.echo(json.dumps({"status": "written", "config": config}))
         return
+    _say_next(config)
+
+
+def _say_next(config: str) -> None:
     console = stdout()
     console.print(f"wrote {escape(config)}; its comments say what was guessed. Next:")
     for command in ("validate", "run"):

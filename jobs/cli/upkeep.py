@@ -21,7 +21,7 @@ from jobs.cli.options import (
     stdout,
 )
 from jobs.launchers import LauncherOption
-from jobs.upkeep.backfill import Day, Reprocess, as_records, days_between
+from jobs.upkeep.backfill import BackfillOptions, Day, Reprocess, as_records, days_between
 from jobs.upkeep.backfill import backfill as run_backfill
 from jobs.upkeep.gc import clean_up
 from pipelines.publish.export import export_partition
@@ -61,12 +61,14 @@ def backfill(
     days = run_backfill(
         config,
         days_between(first, last, backwards=backwards),
-        overrides=set_ or [],
-        reprocess=reprocess,
-        max_active=max_active,
-        dry_run=dry_run,
+        BackfillOptions(
+            overrides=set_ or [],
+            reprocess=reprocess,
+            max_active=max_active,
+            dry_run=dry_run,
+            launcher=launcher,
+        ),
         done=lambda day: progress.print(f"{day.ds} {day.state}", highlight=False),
-        launcher=launcher,
     )
     _print_days(days, output)
     failed = [day.ds for day in days if day.state == "failed"]

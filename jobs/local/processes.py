@@ -33,7 +33,7 @@ from pipelines.catalog.items import open_items
 from pipelines.inputs.prepare import prepare_run
 from pipelines.inputs.read_ahead import ReadAhead
 from pipelines.inputs.read_batches import ShardInput
-from pipelines.planning.plan import tables_of_spark
+from pipelines.planning.input_tables import tables_of_spark
 from pipelines.shards.run_shard import run_shard
 from schemas.errors import EngineError, NightshelfError, ShardFailedError
 from schemas.runs import RunPlan, Shard

@@ -27,7 +27,7 @@ from pyspark import TaskContext
 from jobs.spark.carried import carried
 from jobs.spark.content import NUM_HASHES, Content, schema_in_utc, with_hashes
 from jobs.spark.session import spark_errors
-from pipelines.planning.plan import check_shape, contract_of
+from pipelines.planning.input_tables import check_shape, contract_of
 from pipelines.sources.wanted import columns_of
 from pipelines.storage import files
 from pipelines.storage.records import read_record

@@ -65,51 +65,49 @@ def days_between(first: str, last: str, *, backwards: bool = False) -> list[str]
     return days[::-1] if backwards else days
 
 
-def backfill(
-    config_path: str,
-    days: list[str],
-    *,
-    overrides: list[str],
-    reprocess: Reprocess,
-    max_active: int,
-    dry_run: bool,
-    done: Callable[[Day], None],
-    launcher: LauncherName | None = None,
-) -> list[Day]:
-    """Run the days that need it, at most `max_active` at once; `done` hears of each as it ends.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackfillOptions:
+    """How days are run."""
 
-    Args:
-        reprocess: `none` leaves days alone that have any run, `failed` only those that are
-            published, `all` none.
-        launcher: of every day's run; None: what the configuration says.
+    overrides: list[str]
+    reprocess: Reprocess  # which days that have a run are run again
+    max_active: int  # days at once
+    dry_run: bool
+    launcher: LauncherName | None = None  # None: what the configuration says
+
+
+def backfill(
+    config_path: str, days: list[str], options: BackfillOptions, done: Callable[[Day], None]
+) -> list[Day]:
+    """Run the days that need it; `done` hears of each as it ends.
 
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    settings = load_config(config_path, overrides=overrides, ds=days[0])
-    if max_active > 1 and "PYSPARK_GATEWAY_PORT" in os.environ:
+    settings = load_config(config_path, overrides=options.overrides, ds=days[0])
+    if options.max_active > 1 and "PYSPARK_GATEWAY_PORT" in os.environ:
         raise ConfigError(
             "spark-submit runs one day at a time",
             expected="--max-active 1: a Spark driver has one application",
-            got=str(max_active),
+            got=str(options.max_active),
         )
-    options = [word for one in overrides for word in ("--set", one)]
-    options += ["--launcher", launcher.value] if launcher else []
+    words = [word for one in options.overrides for word in ("--set", one)]
+    words += ["--launcher", options.launcher.value] if options.launcher else []
     states = day_states(settings)
-    todo = {day: _needed(states.get(day, "none"), reprocess) for day in days}
+    todo = {day: _needed(states.get(day, "none"), options.reprocess) for day in days}
 
     def one(day: str) -> Day:
         before = states.get(day, "none")
         if not todo[day]:
             result = Day(ds=day, before=before, state="skipped")
-        elif dry_run:
+        elif options.dry_run:
             result = Day(ds=day, before=before, state="planned")
         else:
-            result = _run_day(config_path, day, options, before)
+            result = _run_day(config_path, day, words, before)
         done(result)
         return result
 
-    with ThreadPoolExecutor(max_workers=max_active) as pool:
+    with ThreadPoolExecutor(max_workers=options.max_active) as pool:
         return list(pool.map(one, days))
 
 

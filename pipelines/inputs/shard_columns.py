@@ -6,7 +6,7 @@ them from here, so that a shard looks the same wherever it comes from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import polars as pl
 import pyarrow as pa
@@ -14,7 +14,16 @@ import pyarrow as pa
 from pipelines.sources import input_files
 from pipelines.sources.input_columns import Piece, Wanted, scan_columns
 from pipelines.sources.one_type import OneType
-from schemas.column_types import is_empty, is_list, plain, portable
+from schemas.column_types import (
+    ATTRIBUTE,
+    ID_LIST,
+    INTEGER,
+    LABELS,
+    is_empty,
+    is_list,
+    plain,
+    portable,
+)
 from schemas.eligibility import user_columns
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
@@ -27,7 +36,10 @@ from schemas.tables import (
     ID_TYPES,
     K_COLUMN,
     LABELS_COLUMN,
+    USER_CANDIDATES,
+    USER_EXCLUSIONS,
     CandidateShape,
+    Column,
     IdType,
     TableContract,
     id_type,
@@ -115,18 +127,32 @@ def contract(plan: RunPlan, name: str) -> TableContract:
 
 def contract_of_users(config: RunConfig, *, by_segment: bool) -> TableContract:
     """What the users table must hold for a run."""
-    rule, inputs = config.task.eligible, config.inputs
-    own = inputs.self_contained and config.task.uses_candidates and inputs.candidates is None
-    return users_contract(
-        config.prompt.parsed,
-        by_segment=by_segment,
-        eligibility=user_columns(rule) if rule else (),
-        k_column=config.task.k_column,
-        labels_column=config.task.labels_column,
-        candidates=own,
-        exclusions=inputs.self_contained and config.needs_items,
-        history=config.reads_history,
-    )
+    template, history = config.prompt.parsed, config.reads_history
+    prompt = users_contract(template, by_segment=by_segment, history=history)
+    read = {column.name for column in prompt.columns}
+    more = [
+        column
+        for column in _besides_the_prompt(config)
+        if column.kind is not ATTRIBUTE or column.name not in read
+    ]
+    return users_contract(template, by_segment=by_segment, history=history, more=more)
+
+
+def _besides_the_prompt(config: RunConfig) -> Iterator[Column]:
+    """Columns of users for the eligibility, k and labels; in a self-contained table, their
+    candidates and exclusions as well.
+    """
+    task, inputs = config.task, config.inputs
+    for name in user_columns(task.eligible) if task.eligible else ():
+        yield Column(name, ATTRIBUTE)
+    if task.k_column is not None:
+        yield Column(task.k_column, INTEGER)
+    if task.labels_column is not None:
+        yield Column(task.labels_column, LABELS)
+    if inputs.self_contained and task.uses_candidates and inputs.candidates is None:
+        yield Column(USER_CANDIDATES, ID_LIST)
+    if inputs.self_contained and config.needs_items:
+        yield Column(USER_EXCLUSIONS, ID_LIST, required=False, in_all_or_none=True)
 
 
 def wanted_columns(plan: RunPlan, columns: dict[str, str], schema: pa.Schema) -> list[Wanted]:

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from pipelines.inputs.eligibility import check_types
 from pipelines.inputs.segment_count import check_segment_count
-from pipelines.planning.plan import (
+from pipelines.planning.input_tables import (
     check_id_types,
     check_segments,
     check_shape,

@@ -53,8 +53,8 @@ def guess_sids(paths: list[str], vocabulary: Vocabulary | None) -> SidGuess:
         TableError: a file does not have the layout its name promises.
         CatalogError: the semantic IDs cannot be told.
     """
-    space, bind = _space_to_read(paths[0], vocabulary)
-    tables = [read_file(path, space, (lambda: bind) if bind else None) for path in paths]
+    how, bind = _space_to_read(paths[0], vocabulary)
+    tables = [read_file(path, how, (lambda: bind) if bind else None) for path in paths]
     for table, path in zip(tables, paths, strict=True):
         _CONTRACT.check(table.schema, path)
         if table.schema.field("sid").type != tables[0].schema.field("sid").type:
@@ -68,28 +68,37 @@ def guess_sids(paths: list[str], vocabulary: Vocabulary | None) -> SidGuess:
     ids = [plain_ids(t.column("item_id")) for t in tables]
     lists, form, known = _lists(sids, paths[0])
     used, patterns = _used(lists, known, paths[0])
-    return _guess(
-        lists,
-        pa.concat_arrays(ids),
-        used,
-        patterns,
-        form,
-        vocabulary,
-        tuple(tables[0].column_names),
-        paths[0],
+    space = _guess_space(used, patterns, vocabulary, paths[0])
+    _refuse_same(space.patterns, paths[0])
+    return SidGuess(
+        sizes=tuple(space.sizes),
+        patterns=space.patterns,
+        end_token=_end_token(lists, vocabulary),
+        form=form,
+        why_sizes=space.why_sizes,
+        why_tokens=space.why_tokens,
+        shared=_shared(lists),
+        item_ids=pa.concat_arrays(ids),
+        columns=tuple(tables[0].column_names),
     )
 
 
-def _guess(
-    lists: pa.Array,
-    ids: pa.Array,
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """Codes of each level and their tokens, and why these."""
+
+    sizes: list[int]
+    patterns: tuple[str, ...]
+    why_sizes: str
+    why_tokens: str
+
+
+def _guess_space(
     used: list[int],
     patterns: tuple[str, ...] | None,
-    form: str,
     vocabulary: Vocabulary | None,
-    columns: tuple[str, ...],
     path: str,
-) -> SidGuess:
+) -> _Space:
     sizes = [1 << max(0, (n - 1).bit_length()) for n in used]
     why_sizes = f"the catalog uses codes up to {', '.join(str(n - 1) for n in used)}"
     why_sizes += "; rounded up to powers of two"
@@ -117,18 +126,7 @@ def _guess(
     elif patterns is None:
         patterns = tuple(f"<{_LETTERS[level]}_{CODE_FIELD}>" for level in range(len(used)))
         why_tokens = "the usual names; without a model they are only names"
-    _refuse_same(patterns, path)
-    return SidGuess(
-        sizes=tuple(sizes),
-        patterns=patterns,
-        end_token=_end_token(lists, vocabulary),
-        form=form,
-        why_sizes=why_sizes,
-        why_tokens=why_tokens,
-        shared=_shared(lists),
-        item_ids=ids,
-        columns=columns,
-    )
+    return _Space(sizes, patterns, why_sizes, why_tokens)
 
 
 def plain_ids(column: pa.ChunkedArray) -> pa.Array:

@@ -54,19 +54,13 @@ def read_delta(
     """
     found = _open(root, table, version)
     _check_features(found, root, table)
-    schema = pa.schema(found.schema().to_arrow())
-    names = _names_in_files(found)
+    schema, names = pa.schema(found.schema().to_arrow()), _names_in_files(found)
     keys = list(found.metadata().partition_columns)
     files = pa.table(found.get_add_actions(flatten=True)).to_pylist()
     if partition:
         files = [one for one in files if _is_in(one, partition, keys, names, root, table)]
-        if not files:
-            raise TableError(
-                f"{table}: the Delta table has no rows in this partition",
-                expected="rows of its latest version",
-                got=", ".join(f"{key}={value}" for key, value in partition.items()),
-                where=root,
-            )
+    if partition and not files:
+        raise _empty_partition(partition, root, table)
     columns = [f for f in schema if (wanted is None and f.name not in keys)]
     columns += [f for f in schema if wanted is not None and f.name in wanted]
     kept = pa.schema([field.remove_metadata() for field in columns])
@@ -96,6 +90,15 @@ def read_delta(
         kept,
         snapshot=f"Delta version {found.version()}",
         identity=f"delta {found.metadata().id} {found.version()} {partition or ''}",
+    )
+
+
+def _empty_partition(partition: dict[str, str | None], root: str, table: str) -> TableError:
+    return TableError(
+        f"{table}: the Delta table has no rows in this partition",
+        expected="rows of its latest version",
+        got=", ".join(f"{key}={value}" for key, value in partition.items()),
+        where=root,
     )
 
 

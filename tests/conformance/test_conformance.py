@@ -13,6 +13,7 @@ from engine.backend import PackedPrompts, TokenColumns
 from engine.decoding import Decoding
 from engine.generate.native_beams import NativeBackend, search_natively
 from engine.generate.search import beam_search
+from engine.prompts.labels import LabelTokens
 from engine.scoring.items import score_in_parts, score_items
 from engine.scoring.labels import label_items
 from engine.trees.device_trie import to_device
@@ -201,8 +202,9 @@ class TextCase(Case):
         return label_items(
             Decoding(self.backend, context, self.index),
             Ragged.from_lists(sets),
-            Ragged.from_lists([[0, 1, 2]] * len(sets)),
-            TokenColumns(np.asarray([2, 7, 9])),
+            LabelTokens(
+                Ragged.from_lists([[0, 1, 2]] * len(sets)), TokenColumns(np.asarray([2, 7, 9])), []
+            ),
             suffix=np.asarray([5, 6]),
             softmax=softmax,
             max_rows=max_rows,

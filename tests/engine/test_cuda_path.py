@@ -20,6 +20,7 @@ from engine.backends.torch.varlen import Kernels, combine, find_flash, library_f
 from engine.decoding import Decoding
 from engine.generate.frontier import SegmentMask
 from engine.generate.search import beam_search
+from engine.prompts.labels import LabelTokens
 from engine.scoring.items import score_in_parts
 from engine.scoring.labels import label_items
 from engine.trees.device_trie import to_device
@@ -59,8 +60,7 @@ class Setting:
         return label_items(
             Decoding(backend, self.prefill(backend, prefix), self.index),
             self.candidates,
-            self.labels,
-            TokenColumns(np.asarray([5, 9, 11])),
+            LabelTokens(self.labels, TokenColumns(np.asarray([5, 9, 11])), []),
             suffix=np.asarray([3, 8]),
             softmax=True,
             max_rows=1000,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from engine.backend import TokenColumns
 from engine.decoding import Decoding
+from engine.prompts.labels import LabelTokens
 from engine.scoring.items import score_in_parts
 from engine.scoring.labels import label_items
 from engine.trees.device_trie import to_device
@@ -124,8 +125,7 @@ def test_labels_are_those_of_separate_prompts(
     got, rows = label_items(
         Decoding(torch_backend, case.prefill(torch_backend), case.index),
         case.candidates,
-        labels,
-        columns,
+        LabelTokens(labels, columns, []),
         suffix=np.asarray(suffix, dtype=np.int64),
         softmax=softmax,
         max_rows=max_rows,
@@ -156,8 +156,7 @@ def test_items_never_see_each_other_and_their_order_changes_nothing(model_folder
         return label_items(
             Decoding(torch_backend, context, case.index),
             candidates,
-            Ragged.from_lists([[0, 1, 2]] * len(lists)),
-            columns,
+            LabelTokens(Ragged.from_lists([[0, 1, 2]] * len(lists)), columns, []),
             suffix=suffix,
             softmax=True,
             max_rows=max_rows,

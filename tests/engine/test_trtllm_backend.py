@@ -19,6 +19,7 @@ from engine.backends.trtllm.memory import plan_beams, plan_encode
 from engine.backends.trtllm.packing import DELIMITER, CallBudget, plan_calls
 from engine.decoding import Decoding
 from engine.generate.search import beam_search
+from engine.prompts.labels import LabelTokens
 from engine.scoring.items import score_in_parts, score_items
 from engine.scoring.labels import label_items
 from engine.trees.device_trie import to_device
@@ -109,8 +110,9 @@ def test_labels_are_read_behind_each_item(start, model_folder, mode):
     got, _ = label_items(
         Decoding(backend, context, work.index),
         Ragged.from_lists(work.sets),
-        Ragged.from_lists([[0, 1, 2]] * len(work.sets)),
-        TokenColumns(np.asarray([2, 7, 9])),
+        LabelTokens(
+            Ragged.from_lists([[0, 1, 2]] * len(work.sets)), TokenColumns(np.asarray([2, 7, 9])), []
+        ),
         suffix=np.asarray([5, 6]),
         softmax=False,
         max_rows=1000,

@@ -18,6 +18,7 @@ from engine.backends.torch.head import Head
 from engine.backends.torch.head_transform import HeadTransform
 from engine.backends.torch.prepacked import find_lay_out
 from engine.decoding import Decoding
+from engine.prompts.labels import LabelTokens
 from engine.scoring.labels import label_items
 from engine.trees.token_tree import build_token_tree
 from schemas.requests import Ragged
@@ -322,8 +323,7 @@ def test_candidates_beams_and_labels_read_float32(loud, read_by_tasks, norm):
         got, _ = label_items(
             Decoding(loud, context, index),
             candidates,
-            Ragged.from_lists([[1, 2, 7]] * 3),
-            TokenColumns(np.arange(64)),
+            LabelTokens(Ragged.from_lists([[1, 2, 7]] * 3), TokenColumns(np.arange(64)), []),
             suffix=np.asarray([5, 6]),
             softmax=softmax,
             max_rows=1000,

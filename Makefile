@@ -51,7 +51,7 @@ airflow-test: setup $(AIRFLOW)/.ready  ## Test the DAGs in a real Airflow, in it
 $(AIRFLOW)/.ready: airflow/requirements.txt airflow/constraints.txt airflow/pyproject.toml
 	test -x $(AIRFLOW)/bin/python || $(PYTHON) -m venv $(AIRFLOW)
 	$(AIRFLOW)/bin/python -m pip install --quiet --disable-pip-version-check -r airflow/requirements.txt
-	$(AIRFLOW)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e airflow
+	$(AIRFLOW)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e airflow
 	@touch $@
 
 airflow: setup $(AIRFLOW)/.ready  ## Airflow with the example at http://127.0.0.1:8080 (Ctrl-C ends it)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from airflow.sdk import (
@@ -33,23 +35,29 @@ if str(_HERE) not in sys.path:  # Airflow adds a bundle's root only, and this ma
     sys.path.append(str(_HERE))
 
 from nightshelf_alerts import run_failed  # noqa: E402  # found only now
+from nightshelf_dates import partition_date  # noqa: E402  # found only now
 from nightshelf_steps import (  # noqa: E402  # found only now
     CannotRun,
     InputsReady,
     NightshelfOperator,
     RetryOnlyWhatHelps,
-    partition_date,
 )
 from nightshelf_surfaces import (  # noqa: E402  # found only now
     Surface,
     days_of,
     read_surfaces,
     surfaces_file,
+    time_of,
 )
 
 STEPS = ("plan", "prepare", "score", "audit", "publish", "report")
 _RUN_ID = "{{ (ti.xcom_pull(task_ids='prepare') or ti.xcom_pull(task_ids='plan')).run_id }}"
 _ONE_TASK = "{{ {'score': '--set=task.generate=null', 'generate': '--set=task.score=null'}"
+_NO_PLUGIN = (
+    "The plugin nightshelf-airflow is not installed (`pip install ./airflow`, or copy "
+    "airflow/plugins/ to Airflow's plugins folder): in a night without an hour, Airflow may show "
+    "one partition key twice and another never, though a daily run has the right --ds."
+)
 _log = logging.getLogger("airflow.dag.nightshelf")
 
 
@@ -66,7 +74,8 @@ def timetable(surface: Surface) -> CronPartitionTimetable | PartitionedAssetTime
     """When runs start, and of which partition each is.
 
     A cron expression alone would be a run without a partition; here each tick has one, `run_offset`
-    ticks away: with -1 a nightly run is of the day before.
+    ticks away: with -1 a nightly run is of the day before. Where clocks change, only the timetable
+    of our plugin counts them right.
     """
     schedule = surface.schedule or {}
     if "cron" in schedule:
@@ -92,17 +101,32 @@ def timetable(surface: Surface) -> CronPartitionTimetable | PartitionedAssetTime
 
 @cache
 def _cron_timetable() -> type[CronPartitionTimetable]:
-    """Ours, where its plugin is installed; else Airflow's own."""
+    """Ours, where Airflow knows it; else Airflow's own.
+
+    A module of that name is not enough: Airflow takes timetables of plugins only, and would refuse
+    the DAG.
+    """
     try:
-        from nightshelf_timetable import WallClockTimetable
-    except ImportError:
-        _log.warning(
-            "the nightshelf-airflow plugin is not installed: where clocks change, Airflow shows a "
-            "partition key twice and leaves the next out (runs have the right --ds all the same); "
-            "pip install ./airflow, or copy airflow/plugins to Airflow's plugins folder"
-        )
+        from airflow.plugins_manager import get_timetables_plugins
+    except ImportError:  # a worker with the Task SDK alone, which schedules nothing
         return CronPartitionTimetable
-    return WallClockTimetable
+    return get_timetables_plugins().get(
+        "nightshelf_timetable.WallClockTimetable", CronPartitionTimetable
+    )
+
+
+def _without_plugin(schedule: Mapping[str, Any]) -> str:
+    """The sentence about keys that will be wrong, where they can be; else nothing."""
+    clock_changes = "cron" in schedule and schedule.get("timezone", "UTC") != "UTC"
+    if not clock_changes or _cron_timetable() is not CronPartitionTimetable:
+        return ""
+    _warn_once()
+    return _NO_PLUGIN
+
+
+@cache
+def _warn_once() -> None:
+    _log.warning("%s", _NO_PLUGIN)
 
 
 def _config_of(surface: Surface) -> str:
@@ -202,12 +226,17 @@ def _deadline(surface: Surface) -> DeadlineAlert | None:
 
 def make_dag(surface: Surface) -> DAG:
     """The DAG of one surface."""
-    days = days_of(surface.schedule or {})
-    zone = (surface.schedule or {}).get("timezone", "UTC")
+    schedule = surface.schedule or {}
+    when = {
+        "days": days_of(schedule),
+        "timezone": schedule.get("timezone", "UTC"),
+        "at": time_of(schedule),
+    }
+    doc = _DOC.format(name=surface.name, dag_id=surface.dag_id, config=surface.config)
     with DAG(
         dag_id=surface.dag_id,
         description=f"Precompute recommendations for {surface.name}",
-        doc_md=_DOC.format(name=surface.name, dag_id=surface.dag_id, config=surface.config),
+        doc_md="\n".join([doc, _without_plugin(schedule)]).rstrip(),
         schedule=timetable(surface),
         start_date=datetime.combine(surface.start_date, datetime.min.time(), UTC),
         catchup=False,
@@ -216,9 +245,7 @@ def make_dag(surface: Surface) -> DAG:
         tags=["nightshelf", surface.launcher, *surface.tags],
         auto_register=False,  # what is below counts: half a DAG does not
         deadline=_deadline(surface),
-        user_defined_macros={
-            "ds_of": partial(partition_date, days=days, timezone=zone),
-        },
+        user_defined_macros={"ds_of": partial(partition_date, **when)},
         default_args={
             "owner": "nightshelf",
             "retries": surface.retries,

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping as AnyMapping
 from dataclasses import MISSING, dataclass, field, fields
-from datetime import date, datetime, timedelta
+from datetime import date, datetime, time, timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,14 @@ def days_of(schedule: AnyMapping[str, Any]) -> int | None:
     if daily or said in (["@daily"], ["@midnight"]):
         return int(schedule.get("run_offset", -1))
     return None
+
+
+def time_of(schedule: AnyMapping[str, Any]) -> time:
+    """The time of day of a daily schedule; midnight for any other one."""
+    said = str(schedule.get("cron", "")).split()
+    if days_of(schedule) is None or len(said) < len(("minute", "hour")):
+        return time()
+    return time(hour=int(said[1]), minute=int(said[0]))
 
 
 def _skipped(cron: str, timezone: str, first: date) -> str | None:

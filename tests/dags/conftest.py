@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("NIGHTSHELF_PYTHON", str(ROOT / ".venv/bin/python"))  # the main environment
-if importlib.util.find_spec("airflow.sdk"):  # before Airflow: it writes its configuration there
+if any(importlib.metadata.distributions(name="apache-airflow")):  # before it is imported
     _home = tempfile.TemporaryDirectory(prefix="airflow-")  # goes with the process
     os.environ["AIRFLOW_HOME"] = _home.name
     os.environ["AIRFLOW__CORE__LOAD_EXAMPLES"] = "False"
     os.environ["AIRFLOW__CORE__DAGS_FOLDER"] = str(ROOT / "airflow/dags")
+    os.environ["AIRFLOW__CORE__PLUGINS_FOLDER"] = str(ROOT / "airflow/plugins")
 
 BUILD = """
 import sys

@@ -50,7 +50,7 @@ def test_no_init_file_shadows_airflow():
 @pytest.mark.parametrize("file", DAG_FILES, ids=lambda f: f.name)
 def test_dag_files_import_only_airflow_and_the_standard_library(file):
     allowed = {*sys.stdlib_module_names, "airflow", "yaml", "openlineage"}
-    allowed |= {other.stem for other in DAG_FILES} | {"nightshelf_timetable"}
+    allowed |= {other.stem for other in DAG_FILES}
     for node in ast.walk(ast.parse(file.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -60,7 +60,9 @@ def test_dag_files_import_only_airflow_and_the_standard_library(file):
         for name in names:
             assert name.partition(".")[0] in allowed, f"{file.name} imports {name}"
             if name.startswith("airflow"):
-                assert name.split(".")[1:2] in (["sdk"], ["providers"]), f"{file.name}: {name}"
+                # plugins_manager: whether Airflow knows our timetable; nothing of the SDK says it.
+                public = name.split(".")[1] in ("sdk", "providers", "plugins_manager")
+                assert public, f"{file.name}: {name}"
 
 
 @pytest.mark.parametrize("path", [str(ROOT), ""], ids=["PYTHONPATH", "current folder"])

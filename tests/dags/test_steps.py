@@ -21,13 +21,13 @@ from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 from airflow.serialization.encoders import coerce_to_core_timetable
 from airflow.timetables.base import TimeRestriction
 from nightshelf_alerts import run_failed, run_late
+from nightshelf_dates import partition_date
 from nightshelf_steps import (
     InputsReady,
     NightshelfOperator,
     RetryOnlyWhatHelps,
     StepFailed,
     ids_and_counts,
-    partition_date,
 )
 
 from tests.dags.conftest import PYTHON, build, nightshelf_env, write_surfaces
@@ -149,21 +149,21 @@ CHANGES = {  # zone: time of the daily run, days of both changes of 2026
     "America/New_York": ("30 2 * * *", ["2026-03-08", "2026-11-01"]),
     "Africa/Cairo": ("0 0 * * *", ["2026-04-24", "2026-10-30"]),
     "Asia/Beirut": ("@daily", ["2026-03-29", "2026-10-25"]),
+    "Australia/Lord_Howe": ("15 2 * * *", ["2026-10-04", "2026-04-05"]),  # half an hour
+    "America/Nuuk": ("30 23 * * *", ["2026-03-28", "2026-10-24"]),  # put off beyond midnight
 }
 
 
-@pytest.mark.parametrize("run_offset", [-2, -1, 0, 1])
-@pytest.mark.parametrize("change", [0, 1], ids=["spring", "autumn"])
-@pytest.mark.parametrize("zone", CHANGES)
-def test_over_a_change_of_clocks_each_day_has_one_run(dags, tmp_path, zone, change, run_offset):
-    """The scheduler's own ticks; the date is what the commands are given."""
+def dates_over_a_change(dags, tmp_path, zone, change, run_offset):
+    """What the commands of eight scheduled runs are given, and what is right."""
     cron, days = CHANGES[zone]
     schedule = {"cron": cron, "timezone": zone, "run_offset": run_offset}
     bag = dags(write_surfaces(tmp_path, home={"config": "c", "schedule": schedule}))
     dag = bag.dags["nightshelf_home"]
     timetable = coerce_to_core_timetable(dag.timetable)
-    noon_before = pendulum.parse(f"{days[change]}T12:00", tz=zone).subtract(days=5)
-    restriction = TimeRestriction(noon_before.in_timezone("UTC"), None, catchup=True)
+    day_before = date.fromisoformat(days[change]) - timedelta(days=5)
+    late = pendulum.parse(f"{day_before}T23:45", tz=zone)  # after that day's run
+    restriction = TimeRestriction(late.in_timezone("UTC"), None, catchup=True)
     info, found = None, []
     for _ in range(8):
         info = timetable.next_dagrun_info_v2(last_dagrun_info=info, restriction=restriction)
@@ -171,8 +171,24 @@ def test_over_a_change_of_clocks_each_day_has_one_run(dags, tmp_path, zone, chan
             run_type="scheduled", run_after=info.run_after, partition_key=info.partition_key
         )
         found.append(dag.user_defined_macros["ds_of"]({}, run))
-    first = date.fromisoformat(days[change]) + timedelta(days=run_offset - 4)
-    assert found == [str(first + timedelta(days=n)) for n in range(8)]
+    return found, [str(day_before + timedelta(days=run_offset + n)) for n in range(1, 9)]
+
+
+@pytest.mark.parametrize("run_offset", [-2, -1, 0, 1])
+@pytest.mark.parametrize("change", [0, 1], ids=["spring", "autumn"])
+@pytest.mark.parametrize("zone", CHANGES)
+def test_over_a_change_of_clocks_each_day_has_one_run(dags, tmp_path, zone, change, run_offset):
+    """The scheduler's own ticks; the date is what the commands are given."""
+    found, want = dates_over_a_change(dags, tmp_path, zone, change, run_offset)
+    assert found == want
+
+
+@pytest.mark.parametrize("change", [0, 1], ids=["spring", "autumn"])
+@pytest.mark.parametrize("zone", CHANGES)
+def test_without_the_plugin_too_each_day_has_one_run(dags, tmp_path, monkeypatch, zone, change):
+    monkeypatch.setattr("airflow.plugins_manager.get_timetables_plugins", dict)
+    found, want = dates_over_a_change(dags, tmp_path, zone, change, -1)
+    assert found == want
 
 
 @pytest.mark.parametrize("zone", CHANGES)

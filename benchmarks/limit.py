@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from benchmarks.watched import PHASES, Passes, synchronise
-from engine.backends.torch.prepacked import LayOut, Linear
+from engine.backends.torch.prepacked import Linear, Prepack
 
 _BLOCKS = {"cpu": (1024, 2048, 4096, 16_384), "cuda": (16_384, 65_536)}  # columns of the head
 _LAID_OUT_BLOCKS = (2048,)  # the engine's
@@ -34,9 +34,9 @@ class Limit:
     """The bare matmuls of one pass of the engine."""
 
     def __init__(
-        self, model: PreTrainedModel, passes: Passes, lay_out: LayOut | None = None
+        self, model: PreTrainedModel, passes: Passes, prepack: Prepack | None = None
     ) -> None:
-        """With `lay_out`, weights are laid out, now, and outputs are allocated by the operator."""
+        """With `prepack`, weights are laid out, now, and outputs are allocated by the operator."""
         head: nn.Linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # the library's
         self._head = head.weight.detach()
         self._device = self._head.device
@@ -52,15 +52,15 @@ class Limit:
         body_rows = max([0, *(rows for rows, _ in passes.prefill), *passes.tree])
         head_rows = max([0, *(rows for rows, _ in passes.head)])
         most = max(1, body_rows, head_rows)
-        self._lay_out = lay_out
+        self._lay_out = prepack
         self._laid_out: dict[tuple[int, int], Linear] = {}
-        self._blocks = _BLOCKS[self._device.type] if lay_out is None else _LAID_OUT_BLOCKS
+        self._blocks = _BLOCKS[self._device.type] if prepack is None else _LAID_OUT_BLOCKS
         self._rows = {w: torch.randn(most, w).to(self._head) for w in {m.shape[1] for m in weights}}
         widest = max(w.shape[0] for w in self._layers)
         size = max(most * widest, head_rows * max(self._blocks), 1)
         self._out = torch.empty(size, dtype=self._head.dtype, device=self._device)
         self._block = min(self._blocks, key=self._seconds_of_block)
-        if lay_out is not None:
+        if prepack is not None:
             self()
 
     @torch.inference_mode()

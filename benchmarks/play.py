@@ -93,8 +93,8 @@ def play(work: Workload, backend: Backend, guests: Guests, *, sample: int, repea
     ours = Ours(work, backend)
     answer = ours()
     limit = Limit(guests.model, answer.passes)
-    lay_out = choose(backend.facts.device, guests.model.dtype, head_dim=0).lay_out
-    stricter = Limit(guests.model, answer.passes, lay_out) if lay_out else None
+    prepack = choose(backend.facts.device, guests.model.dtype, head_dim=0).prepack
+    stricter = Limit(guests.model, answer.passes, prepack) if prepack else None
     first = Contender(OURS, lambda: ours.phases()["whole"], answer.rows)
     played = Played(
         work=work,

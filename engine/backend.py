@@ -34,7 +34,7 @@ class BackendFacts:
     embedding_width: int  # numbers that `embed` gives per prompt
     rows_that_fit: int | None = None  # rows of a pack for this device's memory; None: not known
     shares_prefix: bool = True  # the static prefix is forwarded once, not with each prompt
-    resends: bool = False  # every read sends its prompts again
+    stateless: bool = False  # every read sends its prompts again
     max_positions: int  # longest prompt + tree depth
     dtype: str
     device: device

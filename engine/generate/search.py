@@ -231,7 +231,7 @@ def _indices(chosen: Tensor) -> Tensor:
 
 def _part_width(decoding: Decoding, num_prompts: int, width: int, pool: Pool) -> int:
     """Beams of a prompt that are forwarded before the next look; about as many as results."""
-    if decoding.backend.facts.resends:  # and pays for the prompts with each part
+    if decoding.backend.facts.stateless:  # and pays for the prompts with each part
         return width
     least = _LEAST_ROWS.get(pool.score.device.type, _LEAST_ON_A_GPU)
     return max(padded(pool.score.shape[1], TILE), math.ceil(least / num_prompts))

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from jobs.cli.options import Output, stdout
 from jobs.cli.printing import percent
-from schemas.judgements import Comparison, Estimate, Evaluation, Metrics
+from schemas.evaluations import Comparison, Estimate, Evaluation, Metrics
 
 _NAMES = {
     "run": "this run",

@@ -145,7 +145,7 @@ class _Pool:
                 ready = wait(self._handles(), timeout=_POLL_S)
                 for worker in list(self._workers):
                     if worker.pipe in ready or worker.process.sentinel in ready:
-                        self._hear(worker)
+                        self._receive(worker)
                 self._end_the_silent()
         return self._attempts.failed
 
@@ -166,7 +166,7 @@ class _Pool:
         theirs.close()
         return _Worker(process, ours, device)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         """Take everything a worker has said; notice when it is gone."""
         try:
             while worker in self._workers and worker.pipe.poll():
@@ -187,17 +187,17 @@ class _Pool:
             self._replace(worker, value)
         elif kind == "ready":
             worker.ready = True
-            self._give(worker)
+            self._assign(worker)
         elif kind == "done":
             worker.shard = None
-            self._give(worker)
+            self._assign(worker)
         elif needs_new_engine(value):
             self._replace(worker, value)
         else:
-            self._again(worker, value)
-            self._give(worker)
+            self._retry(worker, value)
+            self._assign(worker)
 
-    def _give(self, worker: _Worker) -> None:
+    def _assign(self, worker: _Worker) -> None:
         worker.shard, worker.users_done = None, 0
         if self._waiting:
             shard = self._waiting.popleft()
@@ -210,7 +210,7 @@ class _Pool:
         turn = len(self._workers) - 1
         return self._waiting[turn] if turn < len(self._waiting) else None
 
-    def _again(self, worker: _Worker, error: NightshelfError) -> None:
+    def _retry(self, worker: _Worker, error: NightshelfError) -> None:
         """The worker's shard has used up one attempt.
 
         Raises:
@@ -231,7 +231,7 @@ class _Pool:
         Args:
             said: whether the error is what the worker said of itself.
         """
-        self._again(worker, error)
+        self._retry(worker, error)
         self._workers.remove(worker)
         worker.pipe.close()
         worker.process.join(timeout=_GRACE_S)
@@ -247,7 +247,7 @@ class _Pool:
                 )
         for other in self._workers:
             if other.ready and other.shard is None:
-                self._give(other)
+                self._assign(other)
         if self._waiting:
             self._workers.append(self._start(worker.device))
 

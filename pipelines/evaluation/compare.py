@@ -20,8 +20,7 @@ from pipelines.inputs.shard_columns import scan
 from pipelines.shards.profile import task_kind
 from pipelines.storage import files
 from schemas.errors import ConfigError
-from schemas.gates import GateResult, threshold
-from schemas.judgements import (
+from schemas.evaluations import (
     Agreement,
     Comparison,
     ItemChange,
@@ -29,6 +28,7 @@ from schemas.judgements import (
     SegmentChange,
     UserChange,
 )
+from schemas.gates import GateResult, threshold
 from schemas.runs import RunPlan, ShardReceipt
 
 _MOST_SEGMENTS = 1000

@@ -38,7 +38,7 @@ from pipelines.inputs.read_batches import read_shard
 from pipelines.sources.frames import read_frame
 from pipelines.storage import files
 from schemas.errors import ConfigError, InputError
-from schemas.judgements import (
+from schemas.evaluations import (
     Estimate,
     Evaluation,
     Metrics,
@@ -58,7 +58,7 @@ _NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
-    """How to judge."""
+    """How lists are held against the truth."""
 
     k: tuple[int, ...] | None = None  # cut-offs; None: those of 1, 5, 10, 20 that fit
     by: str | None = None  # a users column: the metrics of each of its values as well
@@ -85,11 +85,11 @@ def evaluate_run(
         StorageError: a file of the run is gone.
     """
     with tempfile.TemporaryDirectory(prefix="nightshelf-evaluate-") as folder:
-        judge = _Judge(plan, truth, options, Path(folder))
+        evaluator = _Evaluator(plan, truth, options, Path(folder))
         for receipt in sorted(receipts, key=lambda one: one.shard):
-            judge.add(receipt)
+            evaluator.add(receipt)
             progress(receipt.counts.users_in)
-        return judge.verdict()
+        return evaluator.verdict()
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class _ShardUsers:
     lists: dict[str, Ints]  # [U, K] catalog positions, by method
 
 
-class _Judge:
+class _Evaluator:
     """Adds up shards."""
 
     def __init__(self, plan: RunPlan, truth: str, options: EvaluateOptions, folder: Path) -> None:

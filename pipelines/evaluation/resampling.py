@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.judgements import Estimate
+from schemas.evaluations import Estimate
 
 Floats = NDArray[np.float64]
 

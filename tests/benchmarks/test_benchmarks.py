@@ -121,7 +121,7 @@ def test_the_stricter_limit_multiplies_the_same_and_lays_each_weight_out_once(ba
     passes = Passes(prefill=[(10, 3)], tree=[3, 4], head=[(5, 82), (2, 6)])
     laid, multiplied = [], []
 
-    def lay_out(weight, bias):
+    def prepack(weight, bias):
         laid.append(weight)
 
         def layer(x):
@@ -130,7 +130,7 @@ def test_the_stricter_limit_multiplies_the_same_and_lays_each_weight_out_once(ba
 
         return layer
 
-    limit = Limit(backend._model, passes, lay_out)
+    limit = Limit(backend._model, passes, prepack)
     once = len(laid)
     multiplied.clear()
     limit()

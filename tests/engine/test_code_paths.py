@@ -11,7 +11,7 @@ from engine.backends.torch import code_paths
 from engine.backends.torch.code_paths import choose
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-PIECES = ("compiled", "flash", "lay_out")
+PIECES = ("compiled", "flash", "prepack")
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def machine(monkeypatch):
 
         monkeypatch.setattr(code_paths, "find_compiled", find("compiled", Steps()))
         monkeypatch.setattr(code_paths, "find_flash", find("flash", "flash"))
-        monkeypatch.setattr(code_paths, "find_lay_out", find("lay_out", "lay_out"))
+        monkeypatch.setattr(code_paths, "find_prepack", find("prepack", "prepack"))
         return asked
 
     return has
@@ -41,7 +41,7 @@ def machine(monkeypatch):
 TABLE = {
     (CPU, torch.float32): ((), "attention: padded; layers: library; linear: plain; head: tiles"),
     (CPU, torch.bfloat16): (
-        ("lay_out",), "attention: padded; layers: fused; linear: prepacked; head: blocks",
+        ("prepack",), "attention: padded; layers: fused; linear: prepacked; head: blocks",
     ),
     (CUDA, torch.float32): ((), "attention: padded; layers: library; linear: plain; head: blocks"),
     (CUDA, torch.bfloat16): (
@@ -68,7 +68,7 @@ def test_what_a_machine_lacks_is_plain(machine, pieces):
     on_gpu, on_cpu = (choose(device, torch.bfloat16, 64) for device in (CUDA, CPU))
     assert (on_gpu.flash is not None) == ("flash" in pieces)
     assert (on_gpu.compiled is not None) == on_gpu.fused == ("compiled" in pieces)
-    assert (on_cpu.lay_out is not None) == ("lay_out" in pieces)
+    assert (on_cpu.prepack is not None) == ("prepack" in pieces)
     assert on_cpu.fused, "which needs nothing of the machine"
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from engine.backend import TokenColumns
 from engine.backends.torch import compiled, varlen
 from engine.backends.torch.backend import TorchBackend
-from engine.backends.torch.fused_layers import Steps, use_lean_layers
+from engine.backends.torch.fused_layers import Steps, use_fused_layers
 from engine.backends.torch.varlen import Kernels, combine, find_flash, library_flash, plain, right
 from engine.decoding import Decoding
 from engine.generate.frontier import SegmentMask
@@ -193,7 +193,7 @@ def all_of_them(chosen):
 
 @pytest.fixture
 def on_gpu(model_folder, monkeypatch):
-    monkeypatch.setattr("engine.backends.torch.code_paths.find_lay_out", lambda: None)
+    monkeypatch.setattr("engine.backends.torch.code_paths.find_prepack", lambda: None)
     backend = TorchBackend(model_folder, "bfloat16", CPU)
     monkeypatch.setattr("engine.generate.search._indices", all_of_them)
     monkeypatch.setattr(
@@ -229,7 +229,7 @@ def test_everything_happens_on_the_gpu_and_nothing_waits_for_it(on_gpu, kernels,
     on_gpu._path = replace(on_gpu._path, flash=kernels())
     if on_gpu._path.flash is not None:
         steps = Steps(compiled.norm, compiled.turned, compiled.gated)
-        on_gpu._skips = use_lean_layers(on_gpu._body, steps)
+        on_gpu._skips = use_fused_layers(on_gpu._body, steps)
     it = Setting(norm, CUDA, QuotaSettings(level=1, max_items=2))
     num_candidates = len(it.candidates.values)
     for what, shape in (

@@ -161,7 +161,7 @@ def test_an_engine_that_sends_prompts_again_reads_the_last_level_at_once(monkeyp
     class Resending(Steep):
         @property
         def facts(self):
-            return replace(super().facts, resends=True)
+            return replace(super().facts, stateless=True)
 
     trie = build_trie(random_codes(np.random.default_rng(1), 900, SIZES))
     search = Search(monkeypatch, trie)

@@ -16,7 +16,7 @@ from engine.backends.torch import head as head_module
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.head import Head
 from engine.backends.torch.head_transform import HeadTransform
-from engine.backends.torch.prepacked import find_lay_out
+from engine.backends.torch.prepacked import find_prepack
 from engine.decoding import Decoding
 from engine.prompts.labels import LabelTokens
 from engine.scoring.labels import label_items
@@ -83,8 +83,8 @@ def oracle(layer, hidden, transform=None, over=None):
 
 
 @torch.inference_mode()
-def read(layer, hidden, targets, norm=None, *, transform=None, lay_out=None):
-    head = Head(layer, independent=False, transform=transform, lay_out=lay_out)
+def read(layer, hidden, targets, norm=None, *, transform=None, prepack=None):
+    head = Head(layer, independent=False, transform=transform, prepack=prepack)
     return head.log_probs(hidden, targets, norm or Norm("full_vocab"))
 
 
@@ -239,14 +239,14 @@ def test_nan_and_towering_logits_are_what_they_were(small, few):
 
 @pytest.mark.parametrize("few", [128, VOCAB], ids=["codebook", "whole vocabulary"])
 def test_weights_laid_out_for_the_machine_give_the_same(small, few):
-    lay_out = find_lay_out()
-    if lay_out is None:
-        pytest.skip("this machine has no operator for weights that are laid out")
+    prepack = find_prepack()
+    if prepack is None:
+        pytest.skip("this machine has no operator that prepacks weights")
     small(few)
     ids = SETS["contiguous"]
     layer, hidden = head_over(ids, size=4.0, bias=True)
     want = oracle(layer, hidden)[:, torch.from_numpy(ids)]
-    near(read(layer, hidden, every_pair(ids), lay_out=lay_out).view(ROWS, -1), want)
+    near(read(layer, hidden, every_pair(ids), prepack=prepack).view(ROWS, -1), want)
 
 
 def test_a_float32_head_keeps_no_copy_and_takes_no_other_way():

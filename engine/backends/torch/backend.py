@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.backend import BackendFacts, NodeBatch, Norm, PackedPrompts, Targets
 from engine.backends.torch.code_paths import choose
 from engine.backends.torch.context import PrefixKV, TorchContext
-from engine.backends.torch.fused_layers import use_lean_layers
+from engine.backends.torch.fused_layers import use_fused_layers
 from engine.backends.torch.head import Head
 from engine.backends.torch.head_transform import head_transform
 from engine.backends.torch.memory import rows_that_fit
@@ -27,7 +27,7 @@ from engine.backends.torch.model import (
     sizes_of,
 )
 from engine.backends.torch.passes import PrefixPass, TreePass, node_passes, prompt_passes
-from engine.backends.torch.prepacked import lay_out_layers
+from engine.backends.torch.prepacked import prepack_layers
 from engine.backends.torch.probe import TOLERANCE, largest_error, make_probe, read
 from engine.checkpoints.architecture import has_window
 from engine.row_tiles import pad_rows
@@ -58,7 +58,7 @@ class TorchBackend:
             head_of(self._model, folder),
             independent=path.independent,
             log_sum=None if path.compiled is None else path.compiled.log_sum,
-            lay_out=path.lay_out,
+            prepack=path.prepack,
             transform=head_transform(self._model.config.get_text_config()),
         )
         self._prefixes: dict[bytes, PrefixKV] = {}
@@ -220,9 +220,9 @@ class TorchBackend:
         if self._shortened or self._path.fused:
             compiled = None if self._shortened else self._path.compiled
             steps = None if compiled is None else compiled.steps
-            self._skips = use_lean_layers(self._body, steps)
-        if self._path.lay_out is not None:
-            lay_out_layers(self._body, self._path.lay_out)
+            self._skips = use_fused_layers(self._body, steps)
+        if self._path.prepack is not None:
+            prepack_layers(self._body, self._path.prepack)
 
     @torch.inference_mode()
     def _probe(self, folder: str) -> None:

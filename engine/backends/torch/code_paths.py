@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.backends.torch.compiled import Compiled, find_compiled
-from engine.backends.torch.prepacked import LayOut, find_lay_out
+from engine.backends.torch.prepacked import Prepack, find_prepack
 from engine.backends.torch.varlen import Kernels, combine, find_flash
 
 log = logging.getLogger("nightshelf.torch")
@@ -36,7 +36,7 @@ class CodePath:
     fused: bool  # the library's norms, attention and MLPs get our forward
     flash: Kernels | None
     compiled: Compiled | None
-    lay_out: LayOut | None  # how weights are prepacked
+    prepack: Prepack | None  # how weights are prepacked
 
     @property
     def described(self) -> str:
@@ -47,7 +47,7 @@ class CodePath:
             head += ", compiled log-sum-exp"
         return (
             f"attention: {'padded' if self.flash is None else 'flash'}; layers: {layers}; "
-            f"linear: {'plain' if self.lay_out is None else 'prepacked'}; head: {head}"
+            f"linear: {'plain' if self.prepack is None else 'prepacked'}; head: {head}"
         )
 
 
@@ -71,7 +71,7 @@ def choose(device: torch.device, dtype: torch.dtype, head_dim: int) -> CodePath:
         fused=(on_cpu and low) or compiled is not None,
         flash=kernels,
         compiled=compiled,
-        lay_out=find_lay_out() if on_cpu and low else None,
+        prepack=find_prepack() if on_cpu and low else None,
     )
     log.info("%s, %s: %s", device.type, str(dtype).removeprefix("torch."), path.described)
     return path

@@ -48,7 +48,7 @@ class Steps:
     """`silu(gate) * up`; may overwrite the gate."""
 
 
-def use_lean_layers(model: nn.Module, steps: Steps | None = None) -> bool:
+def use_fused_layers(model: nn.Module, steps: Steps | None = None) -> bool:
     """Give the norms, the attention and the gated MLPs of `model` our forward.
 
     Behind the last layer a prompt's last token is read and no other. Where that layer is known, it
@@ -64,16 +64,16 @@ def use_lean_layers(model: nn.Module, steps: Steps | None = None) -> bool:
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm") and _is_plain(module):
-            lean: Any = partial(_norm_layer, steps, module)
+            ours: Any = partial(_norm_layer, steps, module)
         elif name in _ATTENTION:
-            lean = partial(_attention, steps, module)
+            ours = partial(_attention, steps, module)
         elif name in _MLP and _of(module).config.hidden_act == "silu":
-            lean = partial(_mlp, steps, module)
+            ours = partial(_mlp, steps, module)
         elif name in _LAYER and module is _of(model).layers[-1]:
-            lean, last = partial(_last_layer, module), True
+            ours, last = partial(_last_layer, module), True
         else:
             continue
-        module.forward = lean
+        module.forward = ours
     return last
 
 

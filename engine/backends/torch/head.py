@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from engine.backend import Norm, Targets, TokenColumns
 from engine.backends.torch.head_transform import HeadTransform
-from engine.backends.torch.prepacked import LayOut, Linear, plain
+from engine.backends.torch.prepacked import Linear, Prepack, plain
 from engine.backends.torch.wide_logits import (
     Asked,
     StandIns,
@@ -51,10 +51,10 @@ class Head:
         *,
         independent: bool,
         log_sum: LogSum | None = None,
-        lay_out: LayOut | None = None,
+        prepack: Prepack | None = None,
         transform: HeadTransform | None = None,
     ) -> None:
-        """`log_sum` `[R, C] -> [R]`, None: ours; `lay_out` of the weights of the whole vocabulary,
+        """`log_sum` `[R, C] -> [R]`, None: ours; `prepack` of the weights of the whole vocabulary,
         which are copied then; None: they are read where they are. `transform`: of the logits.
         """
         self._transform = transform
@@ -66,7 +66,7 @@ class Head:
         self._parts: WeakKeyDictionary[TokenColumns, tuple[Tensor, Tensor | None]] = (
             WeakKeyDictionary()
         )
-        self._lay_out = lay_out or plain
+        self._lay_out = prepack or plain
         self._whole: list[Linear] | None = None  # made when first read
         self._vocabulary = TokenColumns(np.arange(len(self._weight), dtype=np.int64))
         self._wide: WideLogits | None = None  # of a head in low precision
@@ -196,11 +196,11 @@ class Head:
             return found
         return self._log_sum_of_chunks(hidden, chunks, stand_ins)
 
-    def _chunks(self, weight: Tensor, bias: Tensor | None, lay_out: LayOut) -> list[Linear]:
+    def _chunks(self, weight: Tensor, bias: Tensor | None, prepack: Prepack) -> list[Linear]:
         """The head in blocks of columns, each with what the model does to its logits."""
         step = _COLUMNS[weight.device.type]
         parts = (slice(begin, begin + step) for begin in range(0, len(weight), step))
-        chunks = [lay_out(weight[part], None if bias is None else bias[part]) for part in parts]
+        chunks = [prepack(weight[part], None if bias is None else bias[part]) for part in parts]
         if self._transform is None:
             return chunks
         return [partial(_transformed, chunk, self._transform) for chunk in chunks]

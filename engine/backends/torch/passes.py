@@ -76,7 +76,7 @@ class Block:
         """Keys of the block's prompts that anyone looks at, in whole tiles."""
         return padded(self.longest, LEAST_KEYS)
 
-    def lay_out(self, x: Tensor) -> Tensor:
+    def prepack(self, x: Tensor) -> Tensor:
         """Rows `[m, H, G, C]` as `[b * H, S * G, C]`; free slots are zero."""
         b, (_, heads, group, width) = self.prompts.stop - self.prompts.start, x.shape
         if self.place is not None:
@@ -86,7 +86,7 @@ class Block:
         return x.reshape(b * heads, self.slots * group, width)
 
     def pack(self, x: Tensor, heads: int) -> Tensor:
-        """What `lay_out` did, undone: `[b * H, S * G, C]` to rows `[m, H, G, C]`."""
+        """What `prepack` did, undone: `[b * H, S * G, C]` to rows `[m, H, G, C]`."""
         x = x.view(-1, heads, self.slots, x.shape[1] // self.slots, x.shape[2]).transpose(1, 2)
         x = x.flatten(0, 1)
         return x if self.place is None else x.index_select(0, self.place)

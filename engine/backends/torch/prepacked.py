@@ -1,4 +1,4 @@
-"""Weights laid out for a CPU's matrix units, once, at start-up; bfloat16.
+"""Weights prepacked for a CPU's matrix units, once, at start-up; bfloat16.
 
 PyTorch's matmul on a CPU copies a weight into the tiles that its kernel reads, in every call.
 oneDNN takes weights that lie so already. PyTorch has operators for it, which its own compiler uses
@@ -21,16 +21,16 @@ from engine.backends.torch.capability import tried
 _CLOSE = 0.05  # bfloat16 against float32, of values about 1
 
 Linear = Callable[[Tensor], Tensor]
-LayOut = Callable[[Tensor, Tensor | None], Linear]
+Prepack = Callable[[Tensor, Tensor | None], Linear]
 """From a weight `[out, in]` and a bias `[out]` to the layer `[..., in] -> [..., out]`."""
 
 
-def find_lay_out() -> LayOut | None:
-    """How to lay weights out where this machine can and it computes what it should, else None."""
-    return tried("weights laid out", lambda: laid_out, right)
+def find_prepack() -> Prepack | None:
+    """How to prepack weights where this machine can and it computes what it should, else None."""
+    return tried("prepacked weights", lambda: prepacked, right)
 
 
-def laid_out(weight: Tensor, bias: Tensor | None) -> Linear:
+def prepacked(weight: Tensor, bias: Tensor | None) -> Linear:
     """A linear layer that owns a copy of its weight."""
     ops: Any = torch.ops.mkldnn  # operators without types
     tiles, layer = ops._reorder_linear_weight(weight.detach(), None), ops._linear_pointwise.default
@@ -38,7 +38,7 @@ def laid_out(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 @torch.inference_mode()
-def right(lay_out: LayOut) -> bool:
+def right(prepack: Prepack) -> bool:
     """Whether it agrees with the plain layer: with a bias and without, odd sizes and strides."""
     noise = torch.Generator().manual_seed(0)
 
@@ -49,7 +49,7 @@ def right(lay_out: LayOut) -> bool:
         weight = random(columns, width) * width**-0.5
         wide, across = random(1, rows, width), random(width, rows).T
         for bias in (None, random(columns)):
-            layer = lay_out(weight, bias)
+            layer = prepack(weight, bias)
             for x in (wide, wide[0], across):
                 want = functional.linear(
                     x.float(), weight.float(), None if bias is None else bias.float()
@@ -67,10 +67,10 @@ def plain(weight: Tensor, bias: Tensor | None) -> Linear:
     return partial(functional.linear, weight=weight, bias=bias)
 
 
-def lay_out_layers(model: nn.Module, lay_out: LayOut) -> None:
+def prepack_layers(model: nn.Module, prepack: Prepack) -> None:
     """Lay out the linear layers of `model` one by one, and drop their plain weights."""
     for module in model.modules():
         if type(module) is nn.Linear:
             layer: Any = module
-            layer.forward = lay_out(layer.weight, layer.bias)
+            layer.forward = prepack(layer.weight, layer.bias)
             layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)

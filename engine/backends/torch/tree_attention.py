@@ -283,7 +283,7 @@ def _block_layer(the_pass: NodePass, block: Block, layer: int, q: Tensor) -> Ten
         kv[layer][block.prompts, :, : block.keys].flatten(0, 1)  # [b*H, l, D]
         for kv in (context.prompt_keys, context.prompt_values)
     )
-    rows, own = block.lay_out(q), block.lay_out(own)
+    rows, own = block.prepack(q), block.prepack(own)
     hidden = _behind(block, context.lengths, heads)
     out, weights = torch.empty_like(rows), torch.empty_like(own)
     for part in _parts(len(rows), rows.shape[1] * (keys.shape[1] + own.shape[2]), q.device.type):

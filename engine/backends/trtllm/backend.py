@@ -98,7 +98,7 @@ class TrtllmBackend:
             dtype=checkpoint.quantised or settings.dtype,
             device=test.device,
             shares_prefix=False,
-            resends=True,
+            stateless=True,
             rows_that_fit=_PACKS * plan.max_num_tokens,
         )
 

@@ -22,7 +22,7 @@ from transformers import (
 from engine.backends.torch import compiled, varlen
 from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.compiled import find_compiled, right
-from engine.backends.torch.fused_layers import ON_CPU, Steps, _is_plain, _norm, use_lean_layers
+from engine.backends.torch.fused_layers import ON_CPU, Steps, _is_plain, _norm, use_fused_layers
 from engine.backends.torch.varlen import Kernels
 from engine.decoding import Decoding
 from engine.scoring.items import score_items
@@ -76,7 +76,7 @@ def test_lean_layers_compute_what_the_library_computes(name, steps, tmp_path):
     """In float32, where a formula that differs shows; the engine uses them in bfloat16."""
     backend = TorchBackend(save(tmp_path / "model", *MODELS[name]), "float32", CPU)
     want = score(backend)
-    backend._skips = use_lean_layers(backend._body, steps)
+    backend._skips = use_fused_layers(backend._body, steps)
     assert backend._skips, "the last layer too"
     replaced = [m for m in backend._body.modules() if "forward" in vars(m)]
     assert len(replaced) >= 2 * 4 + 1, "attention, MLP and norms of two layers, and the last norm"
@@ -84,13 +84,13 @@ def test_lean_layers_compute_what_the_library_computes(name, steps, tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bfloat16_with_lean_layers_is_as_near_to_float32_as_without(name, tmp_path, monkeypatch):
+def test_bfloat16_with_fused_layers_is_as_near_to_float32_as_without(name, tmp_path, monkeypatch):
     folder = save(tmp_path / "model", *MODELS[name])
     want = score(TorchBackend(folder, "float32", CPU))
-    lean = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
-    monkeypatch.setattr("engine.backends.torch.backend.use_lean_layers", lambda body, steps: False)
+    fused = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
+    monkeypatch.setattr("engine.backends.torch.backend.use_fused_layers", lambda body, steps: False)
     plain = (score(TorchBackend(folder, "bfloat16", CPU)) - want).abs().mean()
-    assert lean < 1.5 * plain + 0.01
+    assert fused < 1.5 * plain + 0.01
 
 
 @pytest.mark.parametrize("prefix", [(), (4, 9, 2)], ids=["no prefix", "prefix"])
@@ -113,7 +113,7 @@ def test_the_last_layer_forwards_the_ends_of_prompts_and_what_is_read_does_not_c
         "scores": lambda: score(backend, prefix),
     }
     want = {name: what() for name, what in read.items()}
-    backend._skips = use_lean_layers(backend._body)
+    backend._skips = use_fused_layers(backend._body)
     forwarded = {}
     for name, what in read.items():
         rows.clear()
@@ -136,7 +136,7 @@ class GemmaRMSNorm(torch.nn.Module):
 def test_a_norm_of_another_formula_is_left_alone():
     norm = GemmaRMSNorm()
     assert not _is_plain(norm)
-    use_lean_layers(norm)
+    use_fused_layers(norm)
     assert "forward" not in vars(norm)
 
 

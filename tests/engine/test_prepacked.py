@@ -1,4 +1,4 @@
-"""Weights laid out for a CPU compute what plain layers do, and are tried before they are used."""
+"""Weights prepacked for a CPU compute what plain layers do, and are tried before they are used."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 from engine.backend import Norm, Targets, TokenColumns
 from engine.backends.torch import head as head_module
-from engine.backends.torch import prepacked as laid_out
+from engine.backends.torch import prepacked
 from engine.backends.torch.head import Head
-from engine.backends.torch.prepacked import find_lay_out, lay_out_layers, plain, right
+from engine.backends.torch.prepacked import find_prepack, plain, prepack_layers, right
 
 CPU = torch.device("cpu")
 
@@ -24,40 +24,40 @@ def test_plain_layers_pass_the_trial_and_wrong_ones_do_not():
 
 
 def test_what_fails_or_disagrees_is_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(laid_out, "laid_out", lambda weight, bias: plain(2 * weight, bias))
-    assert find_lay_out() is None
+    monkeypatch.setattr(prepacked, "prepacked", lambda weight, bias: plain(2 * weight, bias))
+    assert find_prepack() is None
 
     def lacking(weight, bias):
         raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
 
-    monkeypatch.setattr(laid_out, "laid_out", lacking)
-    assert find_lay_out() is None
-    assert "weights laid out: not used, it does not give" in caplog.messages[0]
+    monkeypatch.setattr(prepacked, "prepacked", lacking)
+    assert find_prepack() is None
+    assert "prepacked weights: not used, it does not give" in caplog.messages[0]
     assert "_linear_pointwise" in caplog.messages[1]
 
 
 @pytest.fixture
-def lay_out():
-    found = find_lay_out()
+def prepack():
+    found = find_prepack()
     if found is None:  # an ARM machine, or an x86 one without bfloat16
-        pytest.skip("this machine has no operator for weights that are laid out")
+        pytest.skip("this machine has no operator that prepacks weights")
     return found
 
 
-def test_layers_keep_their_results_and_drop_their_plain_weights(lay_out):
+def test_layers_keep_their_results_and_drop_their_plain_weights(prepack):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 40), nn.SiLU(), nn.Linear(40, 33, bias=False))
     model.to(torch.bfloat16)
     x = torch.randn(1, 7, 48, dtype=torch.bfloat16)
     with torch.inference_mode():
         want = model(x)
-        lay_out_layers(model, lay_out)
+        prepack_layers(model, prepack)
         torch.testing.assert_close(model(x), want, rtol=0.02, atol=0.02)
     assert model[0].weight.numel() == model[2].weight.numel() == 0
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_head_normalises_as_before(lay_out, bias, monkeypatch):
+def test_the_head_normalises_as_before(prepack, bias, monkeypatch):
     monkeypatch.setitem(head_module._COLUMNS, "cpu", 32)  # more than one block, the last narrower
     monkeypatch.setattr("engine.backends.torch.wide_logits._FEW", 20)
     torch.manual_seed(0)
@@ -68,8 +68,8 @@ def test_the_head_normalises_as_before(lay_out, bias, monkeypatch):
     )
     with torch.inference_mode():
         want = torch.log_softmax(layer(hidden).float(), dim=-1).diagonal()[:6]
-        for chosen in (None, lay_out):
-            head = Head(layer, independent=False, lay_out=chosen)
+        for chosen in (None, prepack):
+            head = Head(layer, independent=False, prepack=chosen)
             got = head.log_probs(hidden, targets, Norm("full_vocab"))
             torch.testing.assert_close(got, want, rtol=0, atol=0.03)
 

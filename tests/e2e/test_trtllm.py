@@ -14,9 +14,7 @@ import polars as pl
 import pytest
 import yaml
 
-from jobs.local.processes import _groups
 from schemas.config_file import load_config
-from schemas.errors import EngineError
 from tests import trtllm
 from tests.cases.helpers import published, staged, write_projector
 from tests.factories import write_config, write_inputs
@@ -193,11 +191,3 @@ def test_the_documented_configurations_are_valid(tmp_path, block):
     assert config.engine.backend == "trtllm"
     assert config.engine.dtype == "bfloat16"
     assert (config.task.generate.mode == "native") is bool(block)
-
-
-def test_several_gpus_are_one_workers_when_the_engine_is_to_span_them():
-    assert _groups(["0", "1", "2", "3", "4"], 2) == ["0,1", "2,3"]
-    assert _groups(["GPU-a", "GPU-b"], 1) == ["GPU-a", "GPU-b"]
-    assert _groups([], 2) == []
-    with pytest.raises(EngineError, match="needs more GPUs"):
-        _groups(["0"], 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, InstanceOf, model_validator
+from pydantic import Field, model_validator
 
 from schemas.gates import AuditReport
 from schemas.records import Record, Stored, recorded_config
@@ -46,7 +46,7 @@ class RunPlan(Stored):
     run_id: str
     ds: str
     surface: str
-    config: InstanceOf[RunConfig]  # as it was read: a record is not held to today's rules
+    config: RunConfig
     inputs: dict[str, InputTable]
     hashes: dict[str, str] = Field(
         description="Of what the run is made of: config, inputs, catalog, model and projector"

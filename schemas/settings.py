@@ -172,14 +172,6 @@ class RunConfig(Section):
         _ = self.task.eligible
         yield from self._check_items()
         yield from self.task.conflicts(self)
-        if self.engine.tensor_parallel > 1:
-            yield ConfigError(
-                "engine.tensor_parallel is above 1, and an engine has one GPU",
-                expected="1",
-                got=str(self.engine.tensor_parallel),
-                do="Leave it out: run.workers starts one engine per GPU.",
-                field="engine.tensor_parallel",
-            )
 
     def _check_paths(self) -> Iterator[ConfigError]:
         """No path holds credentials: the configuration is kept with every run."""

@@ -29,6 +29,14 @@ def backend_problems(config: RunConfig) -> Iterator[NightshelfError]:
         NightshelfError: there is no such backend.
     """
     engine, spec = config.engine, check_backend(config.engine)
+    if engine.tensor_parallel > 1:
+        yield ConfigError(
+            "engine.tensor_parallel is above 1, and an engine has one GPU",
+            expected="1",
+            got=str(engine.tensor_parallel),
+            do="Leave it out: run.workers starts one engine per GPU.",
+            field="engine.tensor_parallel",
+        )
     if spec.reads_checkpoint and engine.model is None:
         yield ConfigError(
             f"engine.model is missing for backend {engine.backend!r}",

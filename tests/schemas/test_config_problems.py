@@ -34,7 +34,6 @@ MUTATIONS: dict[str, tuple[str, Any]] = {
     "ds": ("ds", "28.11.2026"),
     "engine.dtype": ("engine.dtype", "float8"),
     "engine.modle": ("engine.modle", "x"),
-    "engine.tensor_parallel": ("engine.tensor_parallel", 2),
     "sid.sizes": ("sid.sizes", [5, 0, 6]),
     "prompt.template": ("prompt.template", "{history"),
     "prompt.max_tokens": ("prompt.max_tokens", "long"),
@@ -56,7 +55,6 @@ MUTATIONS: dict[str, tuple[str, Any]] = {
 # Settings that cannot be told once another is gone: its section's, and what needs the section.
 UNTOLD = {
     "sid.sizes": {
-        "engine.tensor_parallel",
         "inputs.candidates",
         "task.generate.width",
         "run.work_dir",

@@ -86,8 +86,9 @@ def test_settings_that_would_not_are_named(tmp_path, conf, changes, message):
 
 
 def test_an_engine_has_one_gpu(tmp_path):
+    write_inputs(tmp_path)
     with pytest.raises(ConfigError, match=r"one engine per GPU"):
-        load_config(write_config(tmp_path, engine__tensor_parallel=2))
+        plan_run(load_config(write_config(tmp_path, engine__tensor_parallel=2)))
 
 
 def test_a_discovery_script_belongs_to_a_profile(tmp_path):

@@ -18,6 +18,12 @@ _RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))  # of the fields of a cro
 _NAMES = re.compile(r"(?i)\b(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|"
                     r"mon|tue|wed|thu|fri|sat|sun)\b")  # fmt: skip
 
+_MONTH, _WEEKDAY = 3, 4
+_PART = r"(\*|\d+(-\d+)?)(/[1-9]\d*)?"  # of a list in a field; days have signs of their own
+_PARTS = {2: rf"{_PART}|[?Ll]", _WEEKDAY: rf"{_PART}|\?|[Ll]\d|\d#[1-5]"}
+_LARGEST = 2**31  # of what Airflow's tables hold
+_FARTHEST = 400  # ticks from a run to its partition: Airflow walks them, one by one, at each look
+
 _Check = Callable[[Any], Iterator[str]]
 
 
@@ -45,7 +51,7 @@ def _texts(least: int = 0, among: tuple[str, ...] = ()) -> _Check:
 def _number(least: float, *, whole: bool = False) -> _Check:
     def check(value: Any) -> Iterator[str]:
         right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-        if not right or not least <= value < float("inf"):
+        if not right or not least <= value < (_LARGEST if whole else float("inf")):
             kind = "a whole number" if whole else "a number"
             yield f"expected {kind} of at least {least:g}, got {words(value)}"
 
@@ -111,10 +117,12 @@ def _cron(value: Any) -> Iterator[str]:
     if len(found) != len(_RANGES):
         yield f"expected five fields or one of {', '.join(_PRESETS)}, got {words(value)}"
         return
-    for word, (low, high) in zip(found, _RANGES, strict=True):
-        plain = _NAMES.sub("1", word)
+    for place, (word, (low, high)) in enumerate(zip(found, _RANGES, strict=True)):
+        plain = _NAMES.sub("1", word) if place in (_MONTH, _WEEKDAY) else word
+        form = _PARTS.get(place, _PART)
+        right = all(re.fullmatch(form, part) for part in plain.split(","))
         numbers = [int(one) for one in re.findall(r"(?<![/#\d])\d+", plain)]
-        if not re.fullmatch(r"[\d*,/#?L-]+", plain) or any(not low <= n <= high for n in numbers):
+        if not right or any(not low <= n <= high for n in numbers):
             yield f"expected numbers from {low} to {high}, got {word!r} in {value!r}"
 
 
@@ -153,6 +161,8 @@ CHECKS: dict[str, _Check] = {
 def _offset(value: Any) -> Iterator[str]:
     if not isinstance(value, int) or isinstance(value, bool):
         yield f"expected a whole number, got {words(value)}"
+    elif abs(value) > _FARTHEST:
+        yield f"expected a whole number from -{_FARTHEST} to {_FARTHEST}, got {words(value)}"
 
 
 _IN_SCHEDULE: dict[str, _Check] = {

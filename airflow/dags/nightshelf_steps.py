@@ -159,7 +159,7 @@ class NightshelfOperator(BaseOperator):
         """Run it.
 
         Raises:
-            StepFailed: with the reason from the command's JSON.
+            StepFailed: with the reason from the command's JSON, or without a date for the event.
             AirflowSkipException: a plan whose day needs no run.
         """
         command = [word for word in self.command if word]
@@ -176,12 +176,17 @@ class NightshelfOperator(BaseOperator):
         """An event of what was published, or none: one comes by itself for each outlet."""
         done = {key: found[key] for key in ("surface",) if key in found}
         said = {**context["params"], **done}
+        if "config" in said:  # relative to where the command runs, or spelled in another way
+            said["config"] = os.path.normpath(os.path.join(self.cwd or "", str(said["config"])))
         other = sorted(key for key, own in self.announces.items() if said.get(key, own) != own)
         if other:
             self.log.info("no event of %s: another %s", asset.name, " and ".join(other))
             for task in (self, context["ti"].task):
                 task.outlets = []
             return
+        if "ds" not in found:
+            why = "its output has no last line with the run's date, so that no event can tell of it"
+            raise StepFailed(self.step, 0, why, final=True)
         event = context["outlet_events"][asset]
         event.extra = found
         event.add_partitions(found["ds"])
@@ -223,7 +228,7 @@ class NightshelfOperator(BaseOperator):
                 cwd=self.cwd,
                 start_new_session=True,  # a group of its own, for on_kill
             )
-        except OSError as err:
+        except (OSError, ValueError) as err:  # a NUL in a word
             raise StepFailed(self.step, 2, f"the command cannot be started: {err}") from err
         self._process = process
         result: dict[str, Any] = {}

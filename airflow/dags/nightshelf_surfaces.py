@@ -30,6 +30,7 @@ from nightshelf_settings import (  # noqa: E402  # found only now
     words,
 )
 
+_LONGEST_NAME = 200  # Airflow's ids have up to 250 characters
 _YEARS_AHEAD = 3  # in which a time that the clock skips is looked for
 
 
@@ -138,6 +139,8 @@ def _surface(
 ) -> tuple[Surface | None, list[str]]:
     if not isinstance(name, str) or not name.strip():
         return None, [f"a surface's name is text, not {words(name)}; write it in quotes"]
+    if len(name) > _LONGEST_NAME:
+        return None, [f"a surface's name has at most {_LONGEST_NAME} characters, not {len(name)}"]
     if own is not None and not isinstance(own, Mapping):
         return None, [f"expected a mapping, got {words(own)}"]
     own = own if own is not None else Mapping()
@@ -199,7 +202,8 @@ def _skipped(cron: str, timezone: str, first: date) -> str | None:
     if not re.fullmatch(r"[\d,]+", minutes + hours):
         return None
     zone = ZoneInfo(timezone)
-    day = datetime.combine(max(first, date.today()), datetime.min.time())
+    last_start = date(date.max.year - _YEARS_AHEAD - 1, 1, 1)
+    day = datetime.combine(min(max(first, date.today()), last_start), datetime.min.time())
     for _ in range(366 * _YEARS_AHEAD):
         day += timedelta(days=1)
         for hour in hours.split(","):

@@ -389,6 +389,40 @@ def test_an_event_is_of_what_was_published_or_there_is_none(params, surface, tol
     assert [event.partitions for event in events.values()] == ([["2026-11-28"]] if told else [])
 
 
+@pytest.mark.parametrize(
+    "spelled", ["/conf/run.yaml", "run.yaml", "./run.yaml", "/conf//x/../run.yaml"]
+)
+def test_the_same_configuration_in_other_words_is_the_same(tmp_path, spelled):
+    from airflow.sdk import Asset
+
+    asset = Asset(name="nightshelf_home", uri="nightshelf://recommendations/home")
+    announces = {"config": str(tmp_path / "run.yaml")}
+    publish = step(
+        """print('{"ds": "2026-11-28"}')""", "publish", asset=asset, announces=announces,
+        cwd=str(tmp_path),
+    )  # fmt: skip
+    events, params = Events(), {"config": spelled.replace("/conf", str(tmp_path))}
+    context = {"params": params, "outlet_events": events, "ti": SimpleNamespace(task=publish)}
+    publish.execute(context)
+    assert [event.partitions for event in events.values()] == [["2026-11-28"]]
+
+
+def test_a_command_that_does_not_say_what_it_published_fails_and_is_not_tried_again():
+    from airflow.sdk import Asset
+
+    asset = Asset(name="nightshelf_home", uri="nightshelf://recommendations/home")
+    publish = step("print('done')", "publish", asset=asset)
+    context = {"params": {}, "outlet_events": Events(), "ti": SimpleNamespace(task=publish)}
+    with pytest.raises(StepFailed, match="no last line with the run's date") as failed:
+        publish.execute(context)
+    assert failed.value.final
+
+
+def test_a_word_that_no_program_can_be_given_is_told():
+    with pytest.raises(StepFailed, match="the command cannot be started"):
+        step("\0").execute({"params": {}})
+
+
 def alive(pid: int) -> bool:
     """Running, and not only waiting to be reaped."""
     try:

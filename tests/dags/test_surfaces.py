@@ -47,6 +47,7 @@ WRONG = {
     "env: [A]": "env: expected a mapping, got list",
     "retries: many": "retries: expected a whole number",
     "retries: -1": "retries: expected a whole number of at least 0",
+    "pool_slots: 99999999999999999999": "pool_slots: expected a whole number",
     "retries: 1.5": "retries: expected a whole number",
     "retry_delay_s: .nan": "retry_delay_s: expected a number",
     "timeout_hours: .inf": "timeout_hours: expected a number",
@@ -71,6 +72,13 @@ WRONG = {
     'schedule: {cron: "0 25 * * *"}': "cron: expected numbers from 0 to 23, got '25'",
     'schedule: {cron: "0 2 * *"}': "cron: expected five fields",
     'schedule: {cron: "@nightly"}': "cron: expected five fields or one of @hourly",
+    'schedule: {cron: "1,,2 2 * * *", timezone: Europe/Berlin}': "cron: expected numbers",
+    'schedule: {cron: "*/0 2 * * *"}': "cron: expected numbers from 0 to 59, got '*/0'",
+    'schedule: {cron: "-5 2 * * *"}': "cron: expected numbers from 0 to 59, got '-5'",
+    'schedule: {cron: "jan 2 * * *"}': "cron: expected numbers from 0 to 59, got 'jan'",
+    'schedule: {cron: "0 2 * * mon#9"}': "cron: expected numbers from 0 to 7",
+    'schedule: {cron: "0 2 * * L"}': "cron: expected numbers from 0 to 7",
+    'schedule: {cron: "0 2 * * *", run_offset: -1000000}': "run_offset: expected a whole number",
     "config: d": "config stands twice, in lines 5 and 6",
 }
 
@@ -88,6 +96,9 @@ RIGHT = [
     "schedule:", "deadline_hours: 1.5", "retry_delay_s: 7", 'schedule: {cron: "@daily"}',
     'schedule: {cron: "*/15 0-6,22 1 jan-mar mon#1", timezone: Asia/Kathmandu, run_offset: 0}',
     'schedule: {cron: "0 2 * * 7"}', "env: {A: 1, B: x}", "start_date: '2026-01-01'",
+    'schedule: {cron: "0 2 L * ?"}', 'schedule: {cron: "0 2 * * L5"}',
+    'schedule: {cron: "5-50/5,59 2 1,15 JAN mon-fri"}',
+    'start_date: 9999-12-31\n    schedule: {cron: "0 2 1 * *", timezone: Asia/Tokyo}',
 ]  # fmt: skip
 
 
@@ -133,6 +144,7 @@ def test_a_surface_that_stands_twice_is_refused_in_both_places(dags, tmp_path):
         ("- x\n", "expected the keys defaults and surfaces, got list"),
         ("", "expected the keys defaults and surfaces, got nothing"),
         ("defaults: 3\nsurfaces: {}\n", "defaults: expected a mapping, got int"),
+        (f"surfaces: {{{'x' * 300}: {{config: c}}}}\n", "a surface's name has at most 200"),
         ("surfaces: {1: {config: c}}\n", "a surface's name is text, not int '1'"),
     ],
 )

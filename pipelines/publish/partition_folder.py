@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -26,11 +27,14 @@ class _Note:
 
     path: str
     generation: int
-    stem: str
+    stem: str | None
 
     def names(self, name: str) -> bool:
-        """Whether the file is one of them, or a draft of one."""
-        return re.fullmatch(rf"\.?{re.escape(self.stem)}-\d{{5,}}\.parquet.*", name) is not None
+        """Whether the file is one of them, or a draft of one. Of a note that is damaged the number
+        is left: names of publishes begin with it.
+        """
+        stem = rf"part-{self.generation:08d}-.+" if self.stem is None else re.escape(self.stem)
+        return re.fullmatch(rf"\.?{stem}-\d{{5,}}\.parquet.*", name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +86,9 @@ class PartitionFolder:
     def _notes(self) -> Iterator[_Note]:
         for name in files.list_names(self.pointers):
             if (match := _NOTE.match(name)) is not None:
-                path = files.join(self.pointers, name)
+                path, generation = files.join(self.pointers, name), int(match[1])
                 try:
-                    yield _Note(path, int(match[1]), files.read_json(path)["stem"])
+                    yield _Note(path, generation, _stem_in(files.read_bytes(path)))
                 except FileNotFoundError:  # its publish has ended
                     continue
 
@@ -171,6 +175,15 @@ class PartitionFolder:
             _touch(files.join(self.path, SUCCESS))
         elif not pointer.files:
             self.remove_success()
+
+
+def _stem_in(note: bytes) -> str | None:
+    """The stem that a note says; None where it is damaged."""
+    try:
+        stem = json.loads(note)["stem"]
+    except (ValueError, RecursionError, TypeError, KeyError):
+        return None
+    return stem if isinstance(stem, str) else None
 
 
 @files.retried

@@ -25,6 +25,10 @@ _NAME = re.compile(r"^(\d{8})\.json$")
 _KEPT = 50  # pointers that stay as the partition's history
 
 
+class DamagedPointerError(StorageError):
+    """A pointer was read, and its content is none."""
+
+
 class PointedFile(BaseModel):
     """One file of the partition."""
 
@@ -97,13 +101,17 @@ def history(folder: str) -> list[Pointer]:
 
 
 def readable(folder: str) -> Iterator[Pointer]:
-    """The pointers that are left and can be read, the newest first."""
+    """The pointers that are left and undamaged, the newest first.
+
+    Raises:
+        RecordError: another release can read it: it is not to be passed over.
+        AccessError, StorageError: it could not be had, and the next time it may be. An older one
+            in its place would forget what was published or withdrawn since.
+    """
     for number in generations(folder):
         try:
             found = _load(folder, number)
-        except RecordError:
-            raise  # another release can read it: it is not to be passed over
-        except (StorageError, FileNotFoundError):
+        except (DamagedPointerError, FileNotFoundError):
             continue
         if found is not None:
             yield found
@@ -132,8 +140,8 @@ def _load(folder: str, generation: int) -> Pointer | None:
         raise _damaged(path, files.first_line(err)) from err
 
 
-def _damaged(path: str, why: str) -> StorageError:
-    return StorageError(
+def _damaged(path: str, why: str) -> DamagedPointerError:
+    return DamagedPointerError(
         "a pointer of the table is damaged",
         got=why,
         where=path,

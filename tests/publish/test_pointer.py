@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import uuid
 
 import fsspec
 import polars as pl
 import pytest
+import tenacity
+from fsspec.implementations.local import LocalFileSystem
 from polars.testing import assert_frame_equal
 
 from pipelines.publish import check_output, open_table, pointer, publish_run, read_current
-from schemas.errors import ConfigError, ConflictError, StorageError
+from pipelines.publish.rollback import rollback
+from pipelines.storage import storage_errors
+from schemas.errors import ConfigError, ConflictError, StorageError, WithdrawnError
 from tests.publish.runs import (
     DS,
     config_of,
@@ -135,3 +140,80 @@ def test_a_whole_bucket_cannot_be_the_output(tmp_path):
     config = config_of(tmp_path, "parquet", output={"path": "s3://bucket/"})
     with pytest.raises(ConfigError, match="whole bucket"):
         check_output(config)
+
+
+def newest_fails(tmp_path, monkeypatch, error):
+    """The newest pointer cannot be had, as on a mount or a store that is ill."""
+    newest = max((tmp_path / "out.current").rglob("0*[0-9].json")).name
+    real = LocalFileSystem.cat_file
+
+    def failing(self, path, *args, **kwargs):
+        if path.endswith(newest):
+            raise type(error)(*error.args)
+        return real(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(storage_errors, "WAIT", tenacity.wait_none())
+    monkeypatch.setattr(LocalFileSystem, "cat_file", failing)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.EIO, "bad sector"), OSError("busy"), PermissionError(errno.EACCES, "denied"),
+     ConnectionResetError("gone"), TimeoutError("late"), OSError(errno.EMFILE, "too many")],
+    ids=repr,
+)  # fmt: skip
+def test_a_pointer_that_cannot_be_had_is_not_passed_over(tmp_path, monkeypatch, error):
+    """The older one in its place would serve a run that was taken back since."""
+    config = config_of(tmp_path, "parquet")
+    first, bad = staged_run(config, "a"), staged_run(config, "b")
+    publish_run(*first)
+    publish_run(*bad)
+    rollback(config)
+    assert open_table(config).is_withdrawn(bad[0].run_id)
+    newest_fails(tmp_path, monkeypatch, error)
+    table = open_table(config)
+    for ask in (
+        lambda: table.is_withdrawn(bad[0].run_id),
+        table.history,
+        table.current,
+        lambda: publish_run(*first),
+        lambda: rollback(config),
+        lambda: pointer.unreadable(pointer.pointer_folder(str(tmp_path / "out"), DS, "home")),
+    ):
+        with pytest.raises((StorageError, ConfigError)) as caught:
+            ask()
+        assert not isinstance(caught.value, WithdrawnError)
+    monkeypatch.undo()
+    assert open_table(config).is_withdrawn(bad[0].run_id)
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b"null", b"[" * 100_000, b'{"files": 1}'])
+def test_a_pointer_that_is_damaged_is_passed_over(tmp_path, data):
+    config = config_of(tmp_path, "parquet")
+    first = staged_run(config, "a")
+    publish_run(*first)
+    publish(config, "b")
+    newest = max((tmp_path / "out.current").rglob("0*[0-9].json"))
+    newest.write_bytes(data)
+    assert [entry.run_id for entry in open_table(config).history()] == [first[0].run_id]
+    publish_run(*first)
+    assert_frame_equal(read(config), expected(first))
+
+
+@pytest.mark.parametrize("note", [b"", b"{", b"[]", b"{}", b'{"stem": 3}', b"\xff"])
+def test_a_note_that_is_damaged_stops_no_publish(tmp_path, note):
+    """A publisher was killed, and its note of the files that it wrote was lost with the power."""
+    config = config_of(tmp_path, "parquet")
+    publish(config, "a")
+    folder = tmp_path / "out.current" / f"ds={DS}" / "surface=home"
+    (folder / "00000002-dead.writing.json").write_bytes(note)
+    left = tmp_path / "out" / f"ds={DS}" / "surface=home" / "part-00000002-theirs-00000.parquet"
+    left.write_bytes(b"half")
+    run = staged_run(config, "b")
+    check_output(config)
+    publish_run(*run)
+    publish(config, "c")
+    publish_run(*run)
+    assert_frame_equal(read(config), expected(run))
+    assert not left.exists()
+    assert not list(folder.glob("*.writing.json"))

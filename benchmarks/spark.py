@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline import Tables, write_tables
-from jobs.local.processes import LocalLauncher
+from jobs.local.launcher import LocalLauncher
 from jobs.running.launcher import Launcher
 from jobs.running.run_folder import plan_path
 from pipelines.inputs.prepare import prepare_run

@@ -1,25 +1,29 @@
-"""Which launcher a command uses: the option, else the configuration's `run.launcher`."""
+"""Launchers by name, for `run.launcher` and `--launcher`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Annotated
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jobs.local.processes import LocalLauncher
 from jobs.running.launcher import Launcher
+from schemas.errors import ConfigError, quoted
 from schemas.settings import RunConfig
 
+# What opens each launcher: it takes nothing, and gives a context manager. Loaded when it is chosen.
+LAUNCHERS = {
+    "local": "jobs.local.launcher:LocalLauncher",
+    "spark": "jobs.spark.launch:open_spark",
+}
 
-class LauncherName(StrEnum):
-    """Who runs the shards."""
-
-    local = "local"
-    spark = "spark"
-
+if TYPE_CHECKING:
+    LauncherName = str
+else:  # so that the command line knows the choices
+    LauncherName = StrEnum("LauncherName", {name: name for name in LAUNCHERS})
 
 LauncherOption = Annotated[
     LauncherName | None,
@@ -28,13 +32,19 @@ LauncherOption = Annotated[
 
 
 @contextmanager
-def open_launcher(name: LauncherName | None, config: RunConfig) -> Iterator[Launcher]:
-    """The launcher, until the end of the block. Spark itself starts when it is first needed."""
-    if (name or LauncherName(config.run.launcher)) is LauncherName.local:
-        yield LocalLauncher()
-        return
-    from jobs.spark.launch import SparkLauncher
-    from jobs.spark.session import SparkApp
+def open_launcher(name: str | None, config: RunConfig) -> Iterator[Launcher]:
+    """The launcher, until the end of the block. Spark itself starts when it is first needed.
 
-    with SparkApp() as app:
-        yield SparkLauncher(app)
+    Raises:
+        ConfigError: there is none of the name that the configuration says.
+    """
+    name = name or config.run.launcher
+    if name not in LAUNCHERS:
+        raise ConfigError(
+            "run.launcher is not known",
+            expected=" or ".join(LAUNCHERS),
+            got=quoted(name),
+            field="run.launcher",
+        )
+    with resolve_name(LAUNCHERS[name])() as launcher:
+        yield launcher

@@ -118,8 +118,10 @@ class RunSettings(Section):
     """How a run is cut up and launched."""
 
     work_dir: Place = Field("runs", description="Folder of run folders; all workers must see it")
-    launcher: Literal["local", "spark"] = Field(
-        "local", description="Who runs the shards: processes of this machine, or Spark executors"
+    launcher: str = Field(
+        "local",
+        description="Who runs the shards: `local`, processes of this machine; `spark`, executors; "
+        "or another name of jobs/launchers.py",
     )
     shard_users: Annotated[Positive, Field(le=100_000_000)] = Field(
         5000, description="Users per shard, about"

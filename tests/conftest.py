@@ -132,6 +132,15 @@ def nightshelf_process():
     return run
 
 
+@pytest.fixture
+def trouble(tmp_path, monkeypatch):
+    """A folder whose files say what the backends of tests/trouble.py and tests/failing.py do."""
+    folder = tmp_path / "trouble"
+    folder.mkdir()
+    monkeypatch.setenv("NIGHTSHELF_TEST_TROUBLE", str(folder))
+    return folder
+
+
 def _checked(result: Finished, check: int | None) -> Finished:
     assert "Traceback" not in result.err, result.err
     if check is not None:

@@ -26,6 +26,7 @@ ERRORS: dict[str, BaseException] = {
     "engine_error": EngineError("the backend gave another number of rows", got="3"),
     "panic": PanicException("index out of bounds\nnote: run with RUST_BACKTRACE=1"),
     "storage_error": StorageError("a file could not be read", where="users.parquet"),
+    "lost_host": SystemExit("the host is gone"),
     "broken": RuntimeError("CUDA error: an illegal memory access was encountered"),
 }
 
@@ -70,6 +71,7 @@ engine_error = _named("engine_error")
 panic = _named("panic")
 storage_error = _named("storage_error")
 broken = _named("broken")
+lost_host = _named("lost_host")
 
 
 class _OnlyOne(_Failing):

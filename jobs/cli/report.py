@@ -20,7 +20,7 @@ from jobs.cli.options import (
 )
 from jobs.cli.progress import open_progress
 from jobs.cli.steps import RunIdOption, TargetArg, the_plan
-from jobs.launchers import LauncherName, LauncherOption, open_launcher
+from jobs.launchers import LauncherOption, open_launcher
 from jobs.running.manifest import report_of
 from jobs.running.run_folder import load_manifest, manifest_path
 from jobs.running.run_lock import only_run_of
@@ -36,7 +36,7 @@ def _ended_run(
     run_id: str | None,
     ds: str | None,
     set_: list[str] | None,
-    launcher: LauncherName | None,
+    launcher: str | None,
 ) -> RunPlan:
     """The run of a folder or an id. Of a configuration, the one that its inputs give now, where
     that has ended; else, since an input has changed or is gone, the one that readers see.

@@ -28,7 +28,7 @@ from jobs.cli.options import (
 )
 from jobs.cli.printing import print_summary
 from jobs.cli.progress import AnyProgress, open_progress
-from jobs.launchers import LauncherName, LauncherOption, open_launcher
+from jobs.launchers import LauncherOption, open_launcher
 from jobs.running.launcher import Launcher
 from jobs.running.manifest import Clock
 from jobs.running.run import audit_step, prepare_step, publish_step, score_step
@@ -131,7 +131,7 @@ def the_run(
     run_id: str | None,
     ds: str | None,
     set_: list[str] | None,
-    launcher: LauncherName | None,
+    launcher: str | None,
     *,
     same_model: bool = True,
 ) -> Iterator[tuple[RunPlan, Launcher]]:
@@ -149,7 +149,7 @@ def _run_at_work(
     run_id: str | None,
     ds: str | None,
     set_: list[str] | None,
-    launcher: LauncherName | None,
+    launcher: str | None,
     log_format: LogFormat,
 ) -> Iterator[tuple[RunPlan, Launcher, AnyProgress]]:
     """`the_run`, alone with its partition, and what it tells of its progress."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from enum import StrEnum
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from jobs.cli.options import (
     stdout,
 )
 from jobs.launchers import LauncherOption
-from jobs.upkeep.backfill import BackfillOptions, Day, Reprocess, as_records, days_between
+from jobs.upkeep.backfill import BackfillOptions, Day, Reprocess, days_between
 from jobs.upkeep.backfill import backfill as run_backfill
 from jobs.upkeep.gc import clean_up
 from pipelines.publish.export import export_partition
@@ -82,7 +83,7 @@ def backfill(
 
 def _print_days(days: list[Day], output: Output) -> None:
     if output is Output.json:
-        typer.echo(json.dumps({"days": list(as_records(days))}))
+        typer.echo(json.dumps({"days": [asdict(day) for day in days]}))
         return
     table = Table()
     for column in ("day", "before", "state", "exit", "rows", "run, or what went wrong"):
@@ -123,7 +124,7 @@ def gc(
     days = run.keep_days if keep_days is None else keep_days
     removed = clean_up(run.work_dir, keep=keep, older_than_days=days, dry_run=dry_run)
     if output is Output.json:
-        runs = [{"run_id": r.run_id, "status": r.status, "bytes": r.bytes} for r in removed]
+        runs = [asdict(one) for one in removed]
         typer.echo(json.dumps({"dry_run": dry_run, "removed": runs}))
         return
     table = Table(title="would be removed" if dry_run else "removed", title_justify="left")

@@ -20,7 +20,7 @@ from jobs.cli.options import (
     guarded,
     stdout,
 )
-from jobs.launchers import LauncherName, LauncherOption, open_launcher
+from jobs.launchers import LauncherOption, open_launcher
 from pipelines.preflight import Findings, Problem, preflight
 from schemas.config_file import load_config
 from schemas.errors import ConfigError
@@ -48,7 +48,7 @@ def validate(
 
 def _ask_launcher(
     findings: Findings,
-    launcher: LauncherName | None,
+    launcher: str | None,
     config: str,
     overrides: list[str] | None,
     ds: str | None,
@@ -58,7 +58,7 @@ def _ask_launcher(
         loaded = load_config(config, overrides=overrides or [], ds=ds)
     except ConfigError:
         return  # said already
-    with open_launcher(launcher, loaded) as asked:
+    with findings.collecting(), open_launcher(launcher, loaded) as asked:
         for problem in asked.problems(loaded):
             findings.add_error(problem)
 

@@ -1,1 +1,4 @@
-"""Launchers of this machine: shards in this process, or in one process per device."""
+"""Launcher of this machine: a pool of processes, one per device, or this process alone.
+
+`launcher.py` chooses; `inline.py` and `processes.py` are the pools.
+"""

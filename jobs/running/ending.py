@@ -52,6 +52,7 @@ class _Ending:
 
     @contextmanager
     def finish_first(self) -> Iterator[None]:
+        """A block that a SIGTERM does not interrupt; it counts when the block has ended well."""
         self._unfinished += 1
         try:
             yield
@@ -65,6 +66,7 @@ class _Ending:
 
 
 _ending = _Ending()  # signals are of the process
+finish_first = _ending.finish_first
 
 
 def asked_to_end() -> bool:
@@ -75,13 +77,6 @@ def asked_to_end() -> bool:
 def no_more_interruptions() -> None:
     """The command is saying how it ended: a SIGTERM that comes now changes nothing."""
     _ending._raised = True
-
-
-@contextmanager
-def finish_first() -> Iterator[None]:
-    """A block that a SIGTERM does not interrupt; it counts when the block has ended well."""
-    with _ending.finish_first():
-        yield
 
 
 @contextmanager

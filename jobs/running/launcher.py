@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Protocol
+from types import TracebackType
+from typing import ClassVar, Protocol, Self
 
+from pipelines.inputs.prepare import prepare_run
+from pipelines.planning.input_tables import tables_of_spark
 from schemas.errors import NightshelfError
 from schemas.runs import RunPlan, Shard
 from schemas.settings import RunConfig
@@ -26,24 +30,39 @@ class Progress(Protocol):
         """Something a person should know."""
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Where the work of a run is done. Its heart is `launch`; the others are the steps beside it
-    that some launchers can share out too.
+    that some launchers can share out too, and are done in this process otherwise.
     """
+
+    name: ClassVar[str]  # as the manifest says it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(  # noqa: B027  # most launchers hold nothing
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give back what it holds."""
 
     def locate(self, config: RunConfig) -> RunConfig:
         """The configuration with every input as files."""
+        return config
 
     def problems(self, config: RunConfig) -> Iterator[NightshelfError]:
         """What would keep it from a run, and can be told before one, without copying a row."""
+        yield from tables_of_spark(config)
 
     def prepare(self, plan: RunPlan, progress: Progress) -> None:
         """Write the catalog, the candidate sets and the shards; what is there already is kept."""
+        prepare_run(plan)
 
-    def published(self, plan: RunPlan, progress: Progress) -> None:
+    def published(self, plan: RunPlan, progress: Progress) -> None:  # noqa: B027  # nobody is told
         """The run's rows are visible now."""
 
-    name: str  # as the manifest says it
-
+    @abstractmethod
     def launch(self, plan: RunPlan, shards: list[Shard], progress: Progress) -> dict[int, str]:
         """Get every shard a receipt; the reasons of those that failed, by shard."""

@@ -7,7 +7,6 @@ import time
 from jobs.running.ending import finish_first
 from jobs.running.launcher import Launcher, Progress
 from jobs.running.manifest import Clock, Outcome, write_manifest
-from jobs.running.repair import launch_and_repair
 from jobs.running.run_folder import (
     all_receipts,
     audit_path,
@@ -18,21 +17,19 @@ from jobs.running.run_folder import (
 )
 from jobs.running.run_lock import only_run_of
 from pipelines.auditing.audit import audit_run, staged_files
-from pipelines.inputs.prepared import is_prepared, shards_of
+from pipelines.catalog.build import is_saved
+from pipelines.catalog.items import catalog_dir
+from pipelines.inputs.prepared import forget_prepared, is_intact, is_prepared, shards_of
 from pipelines.inputs.unchanged import check_inputs, check_model
 from pipelines.planning.plan import plan_run
 from pipelines.publish import check_not_withdrawn, publish_quarantine, publish_run
 from pipelines.shards.profile import publish_record, published_marker
 from pipelines.shards.run_shard import load_receipt
 from pipelines.storage import files
-from schemas.errors import AuditRefusedError, NightshelfError, RunError
+from schemas.errors import AuditRefusedError, DamagedFileError, NightshelfError, RunError
 from schemas.gates import AuditReport
 from schemas.markers import Launch
-from schemas.runs import (
-    RunManifest,
-    RunPlan,
-    ShardReceipt,
-)
+from schemas.runs import RunManifest, RunPlan, Shard, ShardReceipt
 from schemas.settings import RunConfig
 
 
@@ -80,7 +77,7 @@ def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clo
     if todo:
         progress.step("score")
         files.write_record(launch_path(plan), Launch(launcher=launcher.name).model_dump())
-        failed = launch_and_repair(plan, launcher, todo, progress)
+        failed = _launch_and_repair(plan, launcher, todo, progress)
     receipts = receipts_of(plan)
     missing = {s.index for s in shards} - {r.shard for r in receipts}
     for index in missing - failed.keys():
@@ -97,6 +94,32 @@ def score_step(plan: RunPlan, launcher: Launcher, progress: Progress, clock: Clo
         where=f"run {plan.run_id}",
         do="Nothing was published. Run the same command again: finished shards are kept.",
     )
+
+
+def _launch_and_repair(
+    plan: RunPlan, launcher: Launcher, todo: list[Shard], progress: Progress
+) -> dict[int, str]:
+    """Launch shards. Where what they read is not what prepare wrote (a disk that lost bits, a crash
+    that cut files short), it is written again and its shards are launched once more.
+    """
+    damage: DamagedFileError | None = None
+    try:
+        failed = launcher.launch(plan, todo, progress)
+    except DamagedFileError as err:
+        damage = err
+        failed = {s.index: str(err) for s in todo if load_receipt(plan, s) is None}
+    items = "catalog" not in plan.inputs or not failed or is_saved(catalog_dir(plan))
+    broken = [s for s in todo if s.index in failed and not (items and is_intact(plan, s))]
+    if not broken:
+        if damage is not None:
+            raise damage
+        return failed
+    progress.note(f"what {len(broken)} shards read was damaged: it is prepared again")
+    forget_prepared(plan)
+    launcher.prepare(plan, progress)
+    again = {s.index for s in broken}
+    kept = {index: why for index, why in failed.items() if index not in again}
+    return kept | launcher.launch(plan, broken, progress)
 
 
 def audit_step(plan: RunPlan, progress: Progress, clock: Clock) -> AuditReport:

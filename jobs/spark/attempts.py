@@ -16,6 +16,8 @@ import datetime as dt
 import os
 import socket
 import uuid
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import ClassVar
 
 from pipelines.storage import files
@@ -31,6 +33,11 @@ class Failure(Record):
     kind: str  # of the error tree
     exit_code: int
     message: str
+
+    @classmethod
+    def of(cls, error: NightshelfError) -> Failure:
+        """That an attempt, or an engine, ended with this error."""
+        return cls(kind=error.kind, exit_code=error.exit_code, message=str(error))
 
 
 class Attempt(Stored):
@@ -57,94 +64,74 @@ class _EngineEnd(Stored):
     failure: Failure | None
 
 
-def attempts_path(plan: RunPlan, launch: str, shard: Shard) -> str:
-    """Where the attempts at a shard are, of one launch."""
-    return files.join(plan.run_dir, "attempts", launch, shard.name)
+@dataclass(frozen=True, slots=True)
+class LaunchFiles:
+    """The attempts of one launch of a run."""
 
+    plan: RunPlan
+    launch: str
 
-def begin(
-    plan: RunPlan, launch: str, shard: Shard, *, devices: tuple[str, ...], engine: str
-) -> Attempt:
-    """Say that this process begins a shard."""
-    attempt = Attempt(
-        id=uuid.uuid4().hex[:8],
-        launch=launch,
-        shard=shard.index,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        devices=devices,
-        engine=engine,
-        started_at=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
-    )
-    _write(plan, shard, attempt)
-    return attempt
+    def begin(self, shard: Shard, *, devices: tuple[str, ...], engine: str) -> Attempt:
+        """Say that this process begins a shard."""
+        attempt = Attempt(
+            id=uuid.uuid4().hex[:8],
+            launch=self.launch,
+            shard=shard.index,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            devices=devices,
+            engine=engine,
+            started_at=dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+        )
+        files.write_json(self._path(shard.name, attempt.id), attempt.model_dump(mode="json"))
+        return attempt
 
+    def fail(self, shard: Shard, attempt: Attempt, error: NightshelfError) -> None:
+        """Say why an attempt failed."""
+        failed = attempt.model_copy(update={"failure": Failure.of(error)})
+        files.write_json(self._path(shard.name, attempt.id), failed.model_dump(mode="json"))
 
-def fail(plan: RunPlan, shard: Shard, attempt: Attempt, error: NightshelfError) -> None:
-    """Say why an attempt failed."""
-    failure = Failure(kind=error.kind, exit_code=error.exit_code, message=str(error))
-    _write(plan, shard, attempt.model_copy(update={"failure": failure}))
+    def attempts(self, shard: Shard) -> list[Attempt]:
+        """Attempts at a shard, the first one first."""
+        found = []
+        for path in self._records(shard.name):
+            with suppress(StorageError, FileNotFoundError):  # it is written at this moment
+                found.append(read_record(Attempt, path))
+        return sorted(found, key=lambda attempt: attempt.started_at)
 
+    def engine_ended(self, engine: str, error: NightshelfError | None) -> None:
+        """Say that an engine started, or why not."""
+        end = _EngineEnd(failure=None if error is None else Failure.of(error))
+        files.write_json(self._path("engines", engine), end.model_dump(mode="json"))
 
-def _write(plan: RunPlan, shard: Shard, attempt: Attempt) -> None:
-    path = files.join(attempts_path(plan, attempt.launch, shard), f"{attempt.id}.json")
-    files.write_json(path, attempt.model_dump(mode="json"))
-
-
-def attempts_of(plan: RunPlan, launch: str, shard: Shard) -> list[Attempt]:
-    """Attempts at a shard in one launch, the first one first."""
-    folder = attempts_path(plan, launch, shard)
-    found = []
-    for name in files.list_names(folder):
-        if name.startswith("."):
-            continue
-        try:
-            found.append(read_record(Attempt, files.join(folder, name)))
-        except (StorageError, FileNotFoundError):
-            continue  # written at this moment
-    return sorted(found, key=lambda attempt: attempt.started_at)
-
-
-def engine_ended(plan: RunPlan, launch: str, engine: str, error: NightshelfError | None) -> None:
-    """Say that an engine started, or why not."""
-    failure = None
-    if error is not None:
-        failure = Failure(kind=error.kind, exit_code=error.exit_code, message=str(error))
-    record = _EngineEnd(failure=failure).model_dump(mode="json")
-    files.write_json(files.join(_engines_path(plan, launch), f"{engine}.json"), record)
-
-
-def no_engine_starts(plan: RunPlan, launch: str) -> Failure | None:
-    """Why not, where `run.max_attempts` engines or more were started in vain and none ever ran."""
-    folder = _engines_path(plan, launch)
-    names = [name for name in files.list_names(folder) if not name.startswith(".")]
-    if len(names) < plan.config.run.max_attempts:
-        return None
-    last: Failure | None = None
-    for name in names:
-        last = read_record(_EngineEnd, files.join(folder, name)).failure
-        if last is None:
+    def no_engine_starts(self) -> Failure | None:
+        """Why not, where `run.max_attempts` engines or more were started and none ever ran."""
+        paths = self._records("engines")
+        if len(paths) < self.plan.config.run.max_attempts:
             return None
-    return last
+        last: Failure | None = None
+        for path in paths:
+            last = read_record(_EngineEnd, path).failure
+            if last is None:
+                return None
+        return last
 
+    def end_the_run(self, error: NightshelfError) -> None:
+        """Say that no attempt at a shard could do better: nobody need begin another one."""
+        files.write_json(self._path("ended"), error.as_record())
 
-def _engines_path(plan: RunPlan, launch: str) -> str:
-    return files.join(plan.run_dir, "attempts", launch, "engines")
+    def ended(self) -> NightshelfError | None:
+        """Why nobody need begin another shard; None while there is no such reason."""
+        path = self._path("ended")
+        return NightshelfError.of_record(files.read_json(path)) if files.exists(path) else None
 
+    def _path(self, *names: str) -> str:
+        return files.join(self.plan.run_dir, "attempts", self.launch, *names) + ".json"
 
-def end_the_run(plan: RunPlan, launch: str, error: NightshelfError) -> None:
-    """Say that no attempt at a shard could do better: nobody need begin another one."""
-    files.write_json(_end_path(plan, launch), error.as_record())
-
-
-def ended(plan: RunPlan, launch: str) -> NightshelfError | None:
-    """Why nobody need begin another shard of a launch; None while there is no such reason."""
-    path = _end_path(plan, launch)
-    return NightshelfError.of_record(files.read_json(path)) if files.exists(path) else None
-
-
-def _end_path(plan: RunPlan, launch: str) -> str:
-    return files.join(plan.run_dir, "attempts", launch, "ended.json")
+    def _records(self, folder: str) -> list[str]:
+        inside = files.join(self.plan.run_dir, "attempts", self.launch, folder)
+        names = (name for name in files.list_names(inside) if not name.startswith("."))
+        return [files.join(inside, name) for name in names]
 
 
 def last_words(attempts: list[Attempt]) -> str:

@@ -5,7 +5,7 @@ task, without a shuffle, so that adaptive execution has nothing to merge. A task
 number and what kept it from being done; rows never pass through Spark.
 
 Who retries: a shard that fails inside a whole engine is tried again at once. Anything else fails
-the task, and Spark tries it elsewhere, in a new process (`spark_worker`). Attempts are counted in
+the task, and Spark tries it elsewhere, in a new process (`worker.py`). Attempts are counted in
 files, so that a shard that kills its workers is given up after `run.max_attempts` and the others go
 on. Where Spark gives up the whole stage first, the shards that are left get another stage; and so
 do those that met no engine because good ones were still loading.
@@ -17,7 +17,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -25,9 +24,10 @@ from py4j.protocol import Py4JError
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
 
-from jobs.running.launcher import Progress
-from jobs.spark import attempts
+from jobs.running.launcher import Launcher, Progress
+from jobs.running.scheduler import Attempts, given_up
 from jobs.spark.ask import ask_executors
+from jobs.spark.attempts import LaunchFiles, last_words
 from jobs.spark.carried import carried
 from jobs.spark.conf import check_conf
 from jobs.spark.prepare import prepare_on_executors
@@ -35,7 +35,6 @@ from jobs.spark.register import check_registration, register
 from jobs.spark.session import SparkApp, first_words
 from jobs.spark.tables import copy_tables, table_problems
 from jobs.spark.worker import Place, ShardTask, run_task
-from pipelines.inputs.prepare import prepare_run
 from pipelines.shards.run_shard import load_receipt
 from pipelines.storage import files
 from schemas.errors import EngineError, NightshelfError
@@ -51,7 +50,14 @@ _SCHEMA = pa.schema([("shard", pa.int64()), ("failure", pa.string())])
 _DDL = "shard long, failure string"
 
 
-class SparkLauncher:
+@contextmanager
+def open_spark() -> Iterator[SparkLauncher]:
+    """The launcher, with an application of its own where there is none yet."""
+    with SparkApp() as app:
+        yield SparkLauncher(app)
+
+
+class SparkLauncher(Launcher):
     """Runs shards in the executors of a Spark application."""
 
     name = "spark"
@@ -96,7 +102,7 @@ class SparkLauncher:
             RunError: Spark gave up; the same command tries again.
         """
         if plan.config.spark.prepare == "driver" or plan.config.inputs.self_contained:
-            prepare_run(plan)
+            super().prepare(plan, progress)
             return
         spark = self._app.session(plan.config)
         self._ask_executors(spark, plan, progress)
@@ -121,17 +127,16 @@ class SparkLauncher:
         spark = self._app.session(plan.config)
         check_conf(plan.config, lambda name: spark.conf.get(name, None))
         self._ask_executors(spark, plan, progress)
-        progress.start(plan.inputs["users"].rows * len(shards) // plan.num_shards)
-        launch = uuid.uuid4().hex[:12]
-        left, failed, ended = shards, dict[int, str](), None
+        log = LaunchFiles(plan, uuid.uuid4().hex[:12])
+        failed = Attempts(plan, shards, progress).failed
+        left, ended = shards, None
         for _ in range(plan.config.run.max_attempts + 1):
-            stage = self._stage(spark, plan, left, launch)
-            with _told_of_receipts(plan, left, progress):
-                ended = stage.run()
-            failed |= stage.failed
-            if (end := attempts.ended(plan, launch)) is not None:
+            with _progress_by_receipts(plan, left, progress):
+                given_up_there, ended = self._run_stage(spark, left, log)
+            failed.update(given_up_there)
+            if (end := log.ended()) is not None:
                 raise end
-            _raise_if_no_engine_starts(plan, launch)
+            _raise_if_no_engine_starts(log)
             left = [s for s in left if s.index not in failed and load_receipt(plan, s) is None]
             if not left:
                 break
@@ -141,8 +146,8 @@ class SparkLauncher:
                 else f"{len(left)} shards met no engine that starts; others have started since"
             )
         for shard in left:
-            failed[shard.index] = _why(plan, launch, shard, ended)
-        _tell_attempts(plan, shards, launch, failed, progress)
+            failed[shard.index] = _why(log, shard, ended)
+        _note_attempts(log, shards, failed, progress)
         return failed
 
     def _ask_executors(self, spark: SparkSession, plan: RunPlan, progress: Progress) -> None:
@@ -151,60 +156,47 @@ class SparkLauncher:
             ask_executors(spark, plan, progress)
             self._asked = plan.run_dir
 
-    def _stage(
-        self, spark: SparkSession, plan: RunPlan, shards: list[Shard], launch: str
-    ) -> _Stage:
+    def _run_stage(
+        self, spark: SparkSession, shards: list[Shard], log: LaunchFiles
+    ) -> tuple[dict[int, str], str | None]:
+        """One Spark job over some shards.
+
+        Returns:
+            The reasons of shards that are given up; and why Spark gave up, where it did.
+        """
         if self._profile is None:
-            self._profile = _resource_profile(spark, plan.config)
-        return _Stage(spark, plan, shards, launch, self._profile)
-
-
-@dataclass(slots=True)
-class _Stage:
-    """One Spark job over some shards."""
-
-    spark: SparkSession
-    plan: RunPlan
-    shards: list[Shard]
-    launch: str
-    profile: ResourceProfile | None
-    failed: dict[int, str] = field(default_factory=dict)
-
-    def run(self) -> str | None:
-        """Run to the end; why Spark gave up, where it did."""
-        context = self.spark.sparkContext
-        context.addJobTag(f"nightshelf-{self.launch}")
-        context.setJobDescription(f"nightshelf score {self.plan.run_id}")
-        num = len(self.shards)
-        work = _work(self.plan, self.shards, self.launch, max(1, context.defaultParallelism))
-        one_each = self.spark.range(0, num, 1, num)
+            self._profile = _resource_profile(spark, log.plan.config)
+        context, tag, num = spark.sparkContext, f"nightshelf-{log.launch}", len(shards)
+        context.addJobTag(tag)
+        context.setJobDescription(f"nightshelf score {log.plan.run_id}")
+        work = carried(_work(shards, log, max(1, context.defaultParallelism)))
+        one_each = spark.range(0, num, 1, num)
         try:
-            rows = one_each.mapInArrow(carried(work), _DDL, profile=self.profile).collect()
+            rows = one_each.mapInArrow(work, _DDL, profile=self._profile).collect()
         except (PySparkException, Py4JError) as err:
-            return first_words(err)
+            return {}, first_words(err)
         except BaseException:  # Ctrl-C or SIGTERM: tasks must not go on for nobody
             with suppress(PySparkException, Py4JError, OSError):
-                context.cancelJobsWithTag(f"nightshelf-{self.launch}")
+                context.cancelJobsWithTag(tag)
             raise
         finally:
-            context.removeJobTag(f"nightshelf-{self.launch}")
+            context.removeJobTag(tag)
             context.setJobDescription("")
-        self.failed = {row.shard: row.failure for row in rows if row.failure is not None}
-        return None
+        return {row.shard: row.failure for row in rows if row.failure is not None}, None
 
 
 def _work(
-    plan: RunPlan, shards: list[Shard], launch: str, slots: int
+    shards: list[Shard], log: LaunchFiles, slots: int
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function of the stage: places in `shards` in, outcomes out."""
-    resource = plan.config.spark.resource
+    resource = log.plan.config.spark.resource
 
     def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         place = _place(resource)
         for batch in batches:
             for at in batch.column(0).to_pylist():
                 following = shards[at + slots] if at + slots < len(shards) else None
-                task = ShardTask(plan=plan, shard=shards[at], following=following, launch=launch)
+                task = ShardTask(shard=shards[at], following=following, log=log)
                 outcome = {"shard": shards[at].index, "failure": run_task(task, place)}
                 yield pa.RecordBatch.from_pylist([outcome], schema=_SCHEMA)
 
@@ -250,7 +242,7 @@ def _resource_profile(spark: SparkSession, config: RunConfig) -> ResourceProfile
 
 
 @contextmanager
-def _told_of_receipts(plan: RunPlan, shards: list[Shard], progress: Progress) -> Iterator[None]:
+def _progress_by_receipts(plan: RunPlan, shards: list[Shard], progress: Progress) -> Iterator[None]:
     """Count users of new receipts for the progress bar while the block runs."""
     over = threading.Event()
     waiting = {f"{shard.name}.json": shard for shard in shards}
@@ -278,38 +270,38 @@ def _told_of_receipts(plan: RunPlan, shards: list[Shard], progress: Progress) ->
     look()
 
 
-def _raise_if_no_engine_starts(plan: RunPlan, launch: str) -> None:
+def _raise_if_no_engine_starts(log: LaunchFiles) -> None:
     """Where no engine ever started, trying on helps nobody.
 
     Raises:
         EngineError: what the last one said.
     """
-    last = attempts.no_engine_starts(plan, launch)
+    last = log.no_engine_starts()
     if last is not None:
         raise EngineError("the engine starts on no executor", got=last.message)
 
 
-def _why(plan: RunPlan, launch: str, shard: Shard, ended: str | None) -> str:
+def _why(log: LaunchFiles, shard: Shard, ended: str | None) -> str:
     """Why a shard has no receipt that its tasks gave no reason for."""
-    tried = attempts.attempts_of(plan, launch, shard)
+    tried = log.attempts(shard)
     if tried and tried[-1].failure is not None:
         return tried[-1].failure.message
     if not tried and ended is None:
         return "it met no engine that starts"
-    return f"Spark ended the stage: {ended}" if ended else attempts.last_words(tried)
+    return f"Spark ended the stage: {ended}" if ended else last_words(tried)
 
 
-def _tell_attempts(
-    plan: RunPlan,
+def _note_attempts(
+    log: LaunchFiles,
     shards: list[Shard],
-    launch: str,
     failed: dict[int, str],
     progress: Progress,
 ) -> None:
     """Say which shards took more than one attempt."""
     for shard in shards:
-        tried = attempts.attempts_of(plan, launch, shard)
+        tried = log.attempts(shard)
         if len(tried) > 1 or shard.index in failed:
-            reason = attempts.last_words(tried[:-1] or tried)
-            end = "given up" if shard.index in failed else "done"
-            progress.note(f"{shard.name}: {reason}; {end} after {len(tried)} attempts")
+            reason = last_words(tried[:-1] or tried)
+            done = f"{reason}; done after {len(tried)} attempts"
+            end = given_up(reason, len(tried)) if shard.index in failed else done
+            progress.note(f"{shard.name}: {end}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from jobs.running.retries import panics_are_failures
+from jobs.running.shard_worker import panics_are_failures
 from jobs.spark.carried import carried
 from jobs.spark.session import spark_errors
 from pipelines.inputs.prepare import (

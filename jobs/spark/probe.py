@@ -153,7 +153,7 @@ def _check_packages(there: dict[str, Any], here: dict[str, Any]) -> None:
     if there["missing"]:
         raise EngineError(
             "packages are missing on an executor",
-            expected=_words([*there["missing"]]),
+            expected=", ".join(there["missing"]),
             got=f"Python {there['python']} without them",
             where=where,
             do="Ship one environment with --archives and point spark.pyspark.python into it, or "
@@ -196,10 +196,6 @@ def _check_folders(plan: RunPlan, there: dict[str, Any], here: dict[str, Any]) -
                 where=f"host {there['host']}",
                 do="Put it at the same path on every machine: a shared file system, or the image.",
             )
-
-
-def _words(names: Sequence[str]) -> str:
-    return ", ".join(names)
 
 
 def _size_words(listed: Sequence[Sequence[Any]]) -> str:

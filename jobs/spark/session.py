@@ -83,8 +83,6 @@ class SparkApp:
         try:
             self._ours = True
             return _start(config)
-        except NightshelfError:
-            raise
         except (PySparkException, Py4JError, OSError, RuntimeError) as err:
             raise EngineError(
                 "Spark cannot start",

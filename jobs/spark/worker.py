@@ -11,19 +11,23 @@ from __future__ import annotations
 import gc
 import signal
 import uuid
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from engine.device import bind_addresses, num_cpus
 from jobs.running.ending import end_with_parent
-from jobs.running.retries import Next, needs_new_engine, next_step, panics_are_failures
-from jobs.running.shard_worker import set_environment, start_engine, take_and_guess
-from jobs.spark import attempts
+from jobs.running.scheduler import (
+    Next,
+    given_up,
+    needs_new_engine,
+    next_step,
+    silent_for,
+    time_limit,
+)
+from jobs.running.shard_worker import ShardWorker, set_environment
+from jobs.spark.attempts import Attempt, LaunchFiles, last_words
 from jobs.spark.deadline import Deadline
-from pipelines.catalog.items import open_items
-from pipelines.inputs.read_ahead import ReadAhead
-from pipelines.shards.run_shard import load_receipt, run_shard
-from schemas.errors import EngineError, NightshelfError, ShardFailedError
+from pipelines.shards.run_shard import load_receipt
+from schemas.errors import EngineError, NightshelfError
 from schemas.runs import RunPlan, Shard
 
 
@@ -31,10 +35,9 @@ from schemas.runs import RunPlan, Shard
 class ShardTask:
     """One shard, and what the worker needs to know of the others."""
 
-    plan: RunPlan
     shard: Shard
     following: Shard | None  # which this worker will probably get next
-    launch: str
+    log: LaunchFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,65 +48,55 @@ class Place:
     cpus: int
 
 
-class _Held:
+class _ExecutorWorker(ShardWorker):
     """The engine of this process, for one run on one device."""
 
     def __init__(self, plan: RunPlan, place: Place) -> None:
+        super().__init__(plan)
         self.id = uuid.uuid4().hex[:8]
         self.addresses = place.addresses
-        self.key = _key(plan)
-        self._stack = ExitStack()
-        self._plan = plan
-        self.started = False
-        self.told = ""  # the launch that knows that it started
+        self.announced = ""  # the launch that knows that it started
 
     def start(self) -> None:
-        """Load everything."""
-        self.catalog = open_items(self._plan)
-        self.engine = self._stack.enter_context(start_engine(self._plan, self.catalog))
-        self.ahead = self._stack.enter_context(ReadAhead(self._plan, self.catalog))
+        super().start()
         # Spark's daemon collects garbage after every task, and a model's libraries are half a
         # million objects that are none.
         gc.freeze()
-        self.started = True
 
-    def close(self) -> None:
-        """Free the device."""
-        self._stack.close()
-
-
-_held: _Held | None = None
+    def serves(self, plan: RunPlan) -> bool:
+        """Whether it has the items and the engine of a run."""
+        mine = self.plan.run_dir, self.plan.config.engine
+        return mine == (plan.run_dir, plan.config.engine)
 
 
-def _key(plan: RunPlan) -> str:
-    return f"{plan.run_dir} {plan.config.engine.model_dump_json()}"
+_worker: _ExecutorWorker | None = None  # of this process
 
 
-def _hold(plan: RunPlan, place: Place) -> _Held:
-    """The engine of this process, or a new one for another run. It is not started yet.
+def _worker_for(plan: RunPlan, place: Place) -> _ExecutorWorker:
+    """The worker of this process, or a new one for another run. It is not started yet.
 
     Raises:
         EngineError: the process holds another device, and cannot change.
     """
-    global _held
-    if _held is not None and _held.addresses != place.addresses:
+    global _worker
+    if _worker is not None and _worker.addresses != place.addresses:
         raise EngineError(
             "a Python worker was given another device than the one its engine is on",
-            expected=", ".join(_held.addresses) or "none",
+            expected=", ".join(_worker.addresses) or "none",
             got=", ".join(place.addresses) or "none",
             do="Let an executor hold the GPUs of one task only: "
             "spark.executor.resource.gpu.amount equal to spark.task.resource.gpu.amount.",
         )
-    if _held is not None and _held.key != _key(plan):
-        _held.close()
-        _held = None
-    if _held is None:
+    if _worker is not None and not _worker.serves(plan):
+        _worker.close()
+        _worker = None
+    if _worker is None:
         # An engine that nobody waits for would hold its GPU: it goes with Spark's daemon.
         end_with_parent(signal.SIGKILL)
         bind_addresses(place.addresses)
         set_environment(min(max(1, place.cpus), num_cpus()))
-        _held = _Held(plan, place)
-    return _held
+        _worker = _ExecutorWorker(plan, place)
+    return _worker
 
 
 def run_task(task: ShardTask, place: Place) -> str | None:
@@ -111,81 +104,66 @@ def run_task(task: ShardTask, place: Place) -> str | None:
 
     Where several engines could not start and none has yet, the shard goes back to the driver with
     neither: it is not at fault, and an engine may still be loading elsewhere. So it does where an
-    error ends the run, its own or another one's (`attempts.ended`).
+    error ends the run, its own or another one's (`LaunchFiles.ended`).
 
     Raises:
         EngineError, ShardFailedError: the engine cannot start, or may be broken. Whoever tries
             again must do so in another process.
     """
-    plan, shard = task.plan, task.shard
+    plan, shard, log = task.log.plan, task.shard, task.log
+    max_attempts = plan.config.run.max_attempts
     while load_receipt(plan, shard) is None:
-        if attempts.ended(plan, task.launch) is not None:
+        if log.ended() is not None:
             return None
-        earlier = attempts.attempts_of(plan, task.launch, shard)
-        if len(earlier) >= plan.config.run.max_attempts:
-            return f"{attempts.last_words(earlier)}; given up after {len(earlier)} attempts"
-        held = _hold_or_say(task, place)
-        if not held.started and attempts.no_engine_starts(plan, task.launch) is not None:
-            return None
-        attempt = attempts.begin(plan, task.launch, shard, devices=place.addresses, engine=held.id)
+        earlier = log.attempts(shard)
+        if len(earlier) >= max_attempts:
+            return given_up(last_words(earlier), len(earlier))
         try:
-            _attempt(task, held, attempt)
+            worker = _worker_for(plan, place)
         except NightshelfError as err:
-            attempts.fail(plan, shard, attempt, err)
-            if isinstance(err, EngineError) and not held.started:
+            # Under a name of its own: the engine that this process has may well have started.
+            log.engine_ended(uuid.uuid4().hex[:8], err)
+            raise
+        if not worker.started and log.no_engine_starts() is not None:
+            return None
+        attempt = log.begin(shard, devices=place.addresses, engine=worker.id)
+        try:
+            _attempt(task, worker, attempt)
+        except NightshelfError as err:
+            log.fail(shard, attempt, err)
+            if isinstance(err, EngineError) and not worker.started:
                 raise  # another host may do better
-            if next_step(err, len(earlier) + 1, plan.config.run.max_attempts) is Next.end_the_run:
-                attempts.end_the_run(plan, task.launch, err)
+            if next_step(err, len(earlier) + 1, max_attempts) is Next.end_the_run:
+                log.end_the_run(err)
                 return None
             if needs_new_engine(err):
                 raise
     return None
 
 
-def _hold_or_say(task: ShardTask, place: Place) -> _Held:
-    try:
-        return _hold(task.plan, place)
-    except NightshelfError as err:
-        # Under a name of its own: the engine that this process has may well have started.
-        attempts.engine_ended(task.plan, task.launch, uuid.uuid4().hex[:8], err)
-        raise
-
-
-def _start(task: ShardTask, held: _Held) -> None:
-    try:
-        with panics_are_failures("the engine", EngineError):
-            held.start()
-    except NightshelfError as err:
-        attempts.engine_ended(task.plan, task.launch, held.id, err)
-        raise
-
-
-def _attempt(task: ShardTask, held: _Held, attempt: attempts.Attempt) -> None:
-    settings = task.plan.config.run
-    start, limit = settings.start_timeout_s, settings.shard_timeout_s
-
-    def too_late(limit: float) -> None:
-        silent = ShardFailedError(f"its worker reported nothing for {limit:g} s")
-        attempts.fail(task.plan, task.shard, attempt, silent)
+def _attempt(task: ShardTask, worker: _ExecutorWorker, attempt: Attempt) -> None:
+    """Start the engine where it is not started, and run the shard; each within its time."""
+    log, config = task.log, task.log.plan.config
+    start_s, shard_s = (time_limit(config, ready=ready) for ready in (False, True))
 
     def starts_too_late() -> None:
-        late = EngineError(f"the engine has not started for {start:g} s")
-        attempts.engine_ended(task.plan, task.launch, held.id, late)
-        too_late(start)
+        late = EngineError(f"the engine has not started for {start_s:g} s")
+        log.engine_ended(worker.id, late)
+        log.fail(task.shard, attempt, silent_for(start_s))
 
-    if not held.started:
-        with Deadline(start, starts_too_late).running():
-            _start(task, held)
-    if held.told != task.launch:
-        attempts.engine_ended(task.plan, task.launch, held.id, None)
-        held.told = task.launch
-    deadline = Deadline(limit, lambda: too_late(limit))
-    with deadline.running(), panics_are_failures(task.shard.name):
-        run_shard(
-            task.plan,
-            task.shard,
-            held.engine,
-            held.catalog,
-            lambda users: deadline.touch(),
-            take_and_guess(held.ahead, task.following),
-        )
+    def is_silent() -> None:
+        log.fail(task.shard, attempt, silent_for(shard_s))
+
+    if not worker.started:
+        with Deadline(start_s, starts_too_late).running():
+            try:
+                worker.start()
+            except NightshelfError as err:
+                log.engine_ended(worker.id, err)
+                raise
+    if worker.announced != log.launch:
+        log.engine_ended(worker.id, None)
+        worker.announced = log.launch
+    deadline = Deadline(shard_s, is_silent)
+    with deadline.running():
+        worker.run(task.shard, task.following, lambda users: deadline.touch())

@@ -11,14 +11,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from jobs.launchers import LauncherName
 from jobs.upkeep.run_states import all_runs
 from pipelines.publish import open_table
 from pipelines.shards.profile import table_key
@@ -40,8 +39,8 @@ class Day:
     """One date of a backfill and what became of it."""
 
     ds: str
-    before: str  # published, failed, refused, scoring, …, or "none": no run yet
     state: str  # published, skipped, failed, planned
+    before: str  # published, failed, refused, scoring, …, or "none": no run yet
     exit_code: int | None = None
     rows: int | None = None
     message: str = ""
@@ -73,7 +72,7 @@ class BackfillOptions:
     reprocess: Reprocess  # which days that have a run are run again
     max_active: int  # days at once
     dry_run: bool
-    launcher: LauncherName | None = None  # None: what the configuration says
+    launcher: str | None = None  # None: what the configuration says
 
 
 def backfill(
@@ -92,13 +91,12 @@ def backfill(
             got=str(options.max_active),
         )
     words = [word for one in options.overrides for word in ("--set", one)]
-    words += ["--launcher", options.launcher.value] if options.launcher else []
+    words += ["--launcher", options.launcher] if options.launcher else []
     states = day_states(settings)
-    todo = {day: _needed(states.get(day, "none"), options.reprocess) for day in days}
 
     def one(day: str) -> Day:
         before = states.get(day, "none")
-        if not todo[day]:
+        if not _needed(before, options.reprocess):
             result = Day(ds=day, before=before, state="skipped")
         elif options.dry_run:
             result = Day(ds=day, before=before, state="planned")
@@ -167,16 +165,3 @@ def _last_json(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def as_records(days: list[Day]) -> Iterator[dict[str, Any]]:
-    """Days as JSON objects."""
-    for day in days:
-        yield {
-            "ds": day.ds,
-            "state": day.state,
-            "before": day.before,
-            "exit_code": day.exit_code,
-            "rows": day.rows,
-            "message": day.message,
-        }

@@ -53,7 +53,6 @@ def run_doctor(backend: str, model: str | None) -> Iterator[Check]:
         yield Check("packages", ok=False, detail=detail, remedy=f"Install it: {_PINNED}")
     else:
         yield from _packages(backend)
-        yield from _optional_packages()
     yield from _java()
     yield _cpu()
     yield _gpus(backend)
@@ -88,7 +87,11 @@ def _of_extra(requirement: Requirement, extra: str) -> bool:
 
 
 def _packages(backend: str) -> Iterator[Check]:
-    """Packages without which nothing runs; the fake backend needs torch, but no transformers."""
+    """Packages without which nothing runs, then those of things that a run may do without. The fake
+    backend needs torch, but no transformers.
+    """
+    from packaging.requirements import Requirement
+
     try:
         needed = _requirements()
     except metadata.PackageNotFoundError:
@@ -99,16 +102,6 @@ def _packages(backend: str) -> Iterator[Check]:
         needed_by_it = requirement.name in spec_of(backend).packages or requirement.name == "torch"
         if _of_extra(requirement, "") or (_of_extra(requirement, "torch") and needed_by_it):
             yield _package(requirement, f"Install it: {_PINNED}")
-
-
-def _optional_packages() -> Iterator[Check]:
-    """Packages of things that a run may do without."""
-    from packaging.requirements import Requirement
-
-    try:
-        needed = _requirements()
-    except metadata.PackageNotFoundError:
-        return
     for extra, purpose in _OPTIONAL.items():
         install = f"Install it: pip install -c constraints.txt -e '.[{extra}]'"
         for requirement in needed:
@@ -121,20 +114,14 @@ def _optional_packages() -> Iterator[Check]:
 def _package(requirement: Requirement, install: str, purpose: str | None = None) -> Check:
     """One package against the versions we take; with a purpose it is optional."""
     name = requirement.name if purpose is None else f"{requirement.name} ({purpose})"
-    try:
-        found = metadata.version(requirement.name)
-    except metadata.PackageNotFoundError:
-        if purpose is not None:
-            return Check(name, ok=True, detail="not installed (optional)", remedy=install)
-        return Check(name, ok=False, detail=f"not installed, needed {_range(requirement)}",
-                     remedy=install)  # fmt: skip
+    wanted = str(requirement.specifier) or "any version"
+    found = _installed(requirement.name)
+    if found is None and purpose is not None:
+        return Check(name, ok=True, detail="not installed (optional)", remedy=install)
+    if found is None:
+        return Check(name, ok=False, detail=f"not installed, needed {wanted}", remedy=install)
     ok = requirement.specifier.contains(found, prereleases=True)
-    detail = f"{found}, needed {_range(requirement)}"
-    return Check(name, ok, detail, "" if ok else install)
-
-
-def _range(requirement: Requirement) -> str:
-    return str(requirement.specifier) or "any version"
+    return Check(name, ok, f"{found}, needed {wanted}", "" if ok else install)
 
 
 # --- Java and Spark -------------------------------------------------------------------------------

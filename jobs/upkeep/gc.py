@@ -19,9 +19,8 @@ from pipelines.publish import open_table
 from pipelines.shards.profile import published_marker
 from pipelines.storage import files
 from pipelines.storage.records import read_record
-from schemas.errors import RunError, StorageError
+from schemas.errors import RunError
 from schemas.markers import Marker
-from schemas.runs import RunPlan
 
 _DERIVED = ("shards", "spill", "catalog", "attempts")
 _HEAVY = ("staged", *_DERIVED)
@@ -75,7 +74,7 @@ def _copies(
     """
     tables = files.join(work_dir, "tables")
     used = [
-        _plan_or_none(run)
+        load_plan(run.run_dir)
         for run in runs
         if files.exists(files.join(run.run_dir, "shards"))
         or _days_idle(run.run_dir) < older_than_days
@@ -83,7 +82,6 @@ def _copies(
     inputs = {
         file.path.rpartition("/")[0].rpartition("/")[2]
         for plan in used
-        if plan is not None
         for table in plan.inputs.values()
         for file in table.files
     }
@@ -97,13 +95,6 @@ def _copies(
             files.remove_folder(folder)
         removed.append(Removed(run_id=f"tables/{name}", status="copy", bytes=size))
     return removed
-
-
-def _plan_or_none(run: RunStatus) -> RunPlan | None:
-    try:
-        return load_plan(run.run_dir)
-    except StorageError:
-        return None
 
 
 def _kept(runs: list[RunStatus], keep: int) -> set[str]:
@@ -121,8 +112,8 @@ def _kept(runs: list[RunStatus], keep: int) -> set[str]:
         current = table.current()
         order = [current.run_id] if current is not None else []
         order += [entry.run_id for entry in table.history()]
-        order += [run.run_id for run in sorted(mine, key=_published_at, reverse=True)
-                  if _published_at(run)]  # fmt: skip
+        published = [run for run in mine if _published_at(run)]
+        order += [run.run_id for run in sorted(published, key=_published_at, reverse=True)]
         kept |= set(list(dict.fromkeys(order))[: keep + 1])
     return kept
 

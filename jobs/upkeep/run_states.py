@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import polars as pl
@@ -31,14 +31,14 @@ class RunStatus:
     run_id: str
     # planned, scoring, scored, published, replaced, withdrawn, failed, refused, unreadable
     status: str
-    table: str  # which it publishes to
-    ds: str
-    surface: str
-    shards_done: int
-    shards: int
-    counts: Counts
-    seconds: float | None
     run_dir: str
+    table: str = ""  # which it publishes to
+    ds: str = ""
+    surface: str = ""
+    shards_done: int = 0
+    shards: int = 0
+    counts: Counts = Counts()
+    seconds: float | None = None
     serves: tuple[str, ...] = ()  # other dates whose readers see its rows
 
 
@@ -113,18 +113,8 @@ def _status_or_unreadable(run_dir: str, serving: Serving) -> RunStatus:
     try:
         return run_status(run_dir, serving)
     except (StorageError, ConfigError):
-        return RunStatus(
-            run_id=run_dir.rpartition("/")[2],
-            status="unreadable",
-            table="",
-            ds="",
-            surface="",
-            shards_done=0,
-            shards=0,
-            counts=Counts(),
-            seconds=None,
-            run_dir=run_dir,
-        )
+        run_id = run_dir.rpartition("/")[2]
+        return RunStatus(run_id=run_id, status="unreadable", run_dir=run_dir)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +122,11 @@ class UserView:
     """One user's recommendations, with the titles of the catalog; or why there are none."""
 
     user: str
-    rows: list[dict[str, Any]]  # rank, item_id, title, score, source
-    exact: bool | None
-    embedding: list[float] | None = None
     run_id: str
-    why_not: str | None
+    rows: list[dict[str, Any]] = field(default_factory=list)  # rank, item_id, title, score, source
+    exact: bool | None = None
+    embedding: list[float] | None = None
+    why_not: str | None = None
 
 
 def show_user(config: RunConfig, user: str) -> UserView:
@@ -158,12 +148,9 @@ def show_user(config: RunConfig, user: str) -> UserView:
     assert isinstance(rows, pl.DataFrame), "a table is a frame"
     if rows.is_empty():
         why = _why_not(plan, index, user)
-        return UserView(user=user, rows=[], exact=None, run_id=plan.run_id, why_not=why)
+        return UserView(user=user, run_id=plan.run_id, why_not=why)
     if "embedding" in rows.columns:
-        vector = rows["embedding"][0].to_list()
-        return UserView(
-            user=user, rows=[], exact=None, embedding=vector, run_id=plan.run_id, why_not=None
-        )
+        return UserView(user=user, run_id=plan.run_id, embedding=rows["embedding"][0].to_list())
     exact = bool(rows["exact"][0])
     if "items" in rows.columns:  # the wide layout
         rows = rows.select("items").explode("items").unnest("items").with_row_index("rank", 1)
@@ -172,7 +159,7 @@ def show_user(config: RunConfig, user: str) -> UserView:
     if catalog is not None:
         named = pl.Series("title", titles(plan.config, catalog, rows["item_id"].to_arrow()))
     rows = rows.select("rank", "item_id", "score", "source").with_columns(named).sort("rank")
-    return UserView(user=user, rows=rows.to_dicts(), exact=exact, run_id=plan.run_id, why_not=None)
+    return UserView(user=user, rows=rows.to_dicts(), exact=exact, run_id=plan.run_id)
 
 
 def _shard_of(plan: RunPlan, user: str) -> int | None:

@@ -23,14 +23,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def trouble(tmp_path, monkeypatch):
-    folder = tmp_path / "trouble"
-    folder.mkdir()
-    monkeypatch.setenv("NIGHTSHELF_TEST_TROUBLE", str(folder))
-    return folder
-
-
-@pytest.fixture
 def config(tmp_path):
     write_inputs(tmp_path, num_users=60)
     return write_config(tmp_path, engine__backend=BACKEND, run__workers=2, run__shard_users=6)

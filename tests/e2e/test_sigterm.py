@@ -21,14 +21,6 @@ SENTENCE = "nightshelf: ended by SIGTERM; run the same command again to continue
 POINTS = 8
 
 
-@pytest.fixture
-def trouble(tmp_path, monkeypatch):
-    folder = tmp_path / "trouble"
-    folder.mkdir()
-    monkeypatch.setenv("NIGHTSHELF_TEST_TROUBLE", str(folder))
-    return folder
-
-
 def start(*arguments: str | Path, **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "jobs", *map(str, arguments), "--output", "json"],

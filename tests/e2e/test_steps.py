@@ -428,7 +428,7 @@ def test_a_catalog_that_was_not_told_leaves_a_published_run_published(
     from rich.console import Console
 
     from jobs.cli.progress import LineProgress
-    from jobs.local.processes import LocalLauncher
+    from jobs.local.launcher import LocalLauncher
     from jobs.running.run import run_job
     from jobs.running.run_folder import load_manifest
     from schemas.config_file import load_config

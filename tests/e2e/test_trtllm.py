@@ -167,7 +167,7 @@ def test_an_engine_that_dies_is_replaced_and_its_shard_tried_again(inputs, model
 
 def test_without_the_library_the_run_says_what_to_install(inputs, model_folder):
     done = run(configure(inputs, model_folder, workers=1), check=5, double=False)
-    assert "needs TensorRT-LLM, which cannot be loaded" in done.stderr
+    assert "backend 'trtllm' cannot be loaded: got ModuleNotFoundError" in done.stderr
     assert "nvcr.io/nvidia/tensorrt-llm/release:" in done.stderr
     assert "install tensorrt_llm from NVIDIA's package index" in done.stderr
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobs.running.retries import Attempts, Next, needs_new_engine, next_step, panics_are_failures
+from jobs.running.scheduler import Attempts, Next, needs_new_engine, next_step
+from jobs.running.shard_worker import panics_are_failures
+from pipelines.inputs.prepared import shards_of
+from pipelines.planning.plan import plan_run
 from schemas import errors
+from schemas.config_file import load_config
 from schemas.errors import EngineError, NightshelfError, ShardFailedError, TableError
-from schemas.runs import Shard
 from tests.factories import write_config, write_inputs
 from tests.failing import PanicException
 
@@ -67,33 +71,18 @@ def test_a_panic_is_a_failure_and_an_interrupt_is_not():
     assert not needs_new_engine(TableError("x"))
 
 
-def test_attempts_are_counted_by_shard():
-    class Notes:
-        said: list[str] = []
-
-        def note(self, message: str) -> None:
-            self.said.append(message)
-
-    attempts = Attempts(2, Notes())
-    one, two = _shard(0), _shard(1)
+def test_attempts_are_counted_by_shard(tmp_path):
+    write_inputs(tmp_path, num_users=10)
+    plan = plan_run(load_config(write_config(tmp_path, run__shard_users=5, run__max_attempts=2)))
+    one, two = shards_of(plan)
+    progress = SimpleNamespace(start=lambda users: None, note=lambda message: None)
+    attempts = Attempts(plan, [one, two], progress)
     assert attempts.failed_once(one, ShardFailedError("a"))
     assert attempts.failed_once(two, ShardFailedError("b"))
     assert not attempts.failed_once(one, ShardFailedError("c"))
     assert attempts.failed == {0: "c"}
     with pytest.raises(EngineError):
         attempts.failed_once(two, EngineError("d"))
-
-
-def _shard(index: int) -> Shard:
-    return Shard.model_construct(index=index)
-
-
-@pytest.fixture
-def trouble(tmp_path, monkeypatch):
-    folder = tmp_path / "trouble"
-    folder.mkdir()
-    monkeypatch.setenv("NIGHTSHELF_TEST_TROUBLE", str(folder))
-    return folder
 
 
 def marked(folder, backend, **changes):

@@ -177,7 +177,7 @@ def test_the_manifest_names_spark(nightshelf, spark, tmp_path):
 
 def test_the_benchmark_times_both_launchers(spark, tmp_path, capsys):
     from benchmarks.spark import costs
-    from jobs.local.processes import LocalLauncher
+    from jobs.local.launcher import LocalLauncher
     from jobs.running.run_folder import plan_path
     from jobs.spark.launch import SparkLauncher
     from jobs.spark.session import SparkApp

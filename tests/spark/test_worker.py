@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs.spark import attempts
 from jobs.spark import launch as launch_spark
 from jobs.spark import worker as spark_worker
+from jobs.spark.attempts import LaunchFiles
 from jobs.spark.launch import SparkLauncher
 from jobs.spark.worker import Place, ShardTask, run_task
 from pipelines.inputs.prepared import shards_of
@@ -33,24 +33,25 @@ def plan(tmp_path):
 
 
 def task_of(plan, at: int) -> ShardTask:
-    return ShardTask(plan=plan, shard=shards_of(plan)[at], following=None, launch=LAUNCH)
+    return ShardTask(shard=shards_of(plan)[at], following=None, log=LaunchFiles(plan, LAUNCH))
 
 
-def fail_engines(plan, launch: str = LAUNCH) -> None:
+def fail_engines(log: LaunchFiles) -> None:
     for engine in ("e1", "e2"):
-        attempts.engine_ended(plan, launch, engine, BROKEN)
+        log.engine_ended(engine, BROKEN)
 
 
 def test_a_shard_that_meets_no_engine_goes_back_without_a_reason(plan, monkeypatch):
-    held = SimpleNamespace(id="e3", started=False, told="")
+    worker = SimpleNamespace(id="e3", started=False)
     begun = []
-    monkeypatch.setattr(spark_worker, "_hold", lambda plan, place: held)
+    monkeypatch.setattr(spark_worker, "_worker_for", lambda plan, place: worker)
     monkeypatch.setattr(spark_worker, "_attempt", lambda *args: begun.append(args))
-    fail_engines(plan)
     task = task_of(plan, 3)
+    log = task.log
+    fail_engines(log)
     assert run_task(task, HERE) is None
-    assert attempts.attempts_of(plan, LAUNCH, task.shard) == []
-    attempts.engine_ended(plan, LAUNCH, "e4", None)
+    assert log.attempts(task.shard) == []
+    log.engine_ended("e4", None)
     assert "given up after 2 attempts" in str(run_task(task, HERE))
     assert len(begun) == 2, "once an engine has started, it is tried"
 
@@ -59,12 +60,13 @@ def test_a_worker_that_cannot_hold_an_engine_says_so(plan, monkeypatch):
     def refuse(plan, place):
         raise EngineError("CUDA was started in this process before its GPU was known")
 
-    monkeypatch.setattr(spark_worker, "_hold", refuse)
+    monkeypatch.setattr(spark_worker, "_worker_for", refuse)
+    log = LaunchFiles(plan, LAUNCH)
     for _ in range(2):
-        assert attempts.no_engine_starts(plan, LAUNCH) is None
+        assert log.no_engine_starts() is None
         with pytest.raises(EngineError):
             run_task(task_of(plan, 0), HERE)
-    last = attempts.no_engine_starts(plan, LAUNCH)
+    last = log.no_engine_starts()
     assert last is not None
     assert "before its GPU was known" in last.message
 
@@ -84,17 +86,11 @@ class Stages:
         app = SimpleNamespace(session=lambda config: SimpleNamespace(conf={}))
         self.launcher = SparkLauncher(app)
         self.launcher._asked = plan.run_dir
-        monkeypatch.setattr(self.launcher, "_stage", self.stage)
+        monkeypatch.setattr(self.launcher, "_run_stage", self.run_stage)
 
-    def stage(self, spark, plan, shards, launch):
+    def run_stage(self, spark, shards, log):
         self.asked.append([shard.index for shard in shards])
-        stage = SimpleNamespace(failed={})
-
-        def run():
-            return self.outcomes[len(self.asked) - 1](self, stage, launch)
-
-        stage.run = run
-        return stage
+        return self.outcomes[len(self.asked) - 1](self, log) or {}, None
 
     def launch(self) -> dict[int, str]:
         progress = SimpleNamespace(
@@ -104,16 +100,16 @@ class Stages:
 
 
 def test_shards_that_met_only_bad_engines_get_a_stage_with_the_good_ones(plan, monkeypatch):
-    def drained(stages, stage, launch):
-        fail_engines(plan, launch)
-        attempts.engine_ended(plan, launch, "e3", None)  # it took longer to load
+    def drained(stages, log):
+        fail_engines(log)
+        log.engine_ended("e3", None)  # it took longer to load
         stages.done = {0}
-        stage.failed = {1: "CUDA out of memory; given up after 2 attempts"}
+        return {1: "CUDA out of memory; given up after 2 attempts"}
 
-    def done(stages, stage, launch):
+    def done(stages, log):
         stages.done |= {2, 3, 4}
 
-    monkeypatch.setattr(launch_spark, "_told_of_receipts", lambda *args: nullcontext())
+    monkeypatch.setattr(launch_spark, "_progress_by_receipts", lambda *args: nullcontext())
     stages = Stages(plan, monkeypatch, [drained, done])
     assert set(stages.launch()) == {1}
     assert stages.asked == [[0, 1, 2, 3, 4], [2, 3, 4]]
@@ -121,8 +117,8 @@ def test_shards_that_met_only_bad_engines_get_a_stage_with_the_good_ones(plan, m
 
 
 def test_where_no_engine_started_it_is_the_engine(plan, monkeypatch):
-    monkeypatch.setattr(launch_spark, "_told_of_receipts", lambda *args: nullcontext())
-    stages = Stages(plan, monkeypatch, [lambda stages, stage, launch: fail_engines(plan, launch)])
+    monkeypatch.setattr(launch_spark, "_progress_by_receipts", lambda *args: nullcontext())
+    stages = Stages(plan, monkeypatch, [lambda stages, log: fail_engines(log)])
     with pytest.raises(EngineError, match=r"starts on no executor.*CUDA out of memory"):
         stages.launch()
     assert len(stages.asked) == 1
@@ -158,7 +154,7 @@ def test_a_store_that_cannot_be_looked_at_stops_only_the_bar(plan, monkeypatch, 
     monkeypatch.setattr(launch_spark.files, "list_names", sometimes)
     monkeypatch.setattr(launch_spark, "load_receipt", lambda plan, shard, prove: counted)
     progress = SimpleNamespace(advance=seen.append)
-    with launch_spark._told_of_receipts(plan, shards, progress):
+    with launch_spark._progress_by_receipts(plan, shards, progress):
         end = time.monotonic() + 30
         while len(seen) < 2 and time.monotonic() < end:
             time.sleep(0.01)

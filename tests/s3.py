@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -11,13 +12,22 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """In a process of its own: delta-rs waits for it without letting other threads run."""
+def s3_server(**settings: str) -> Iterator[str]:
+    """In a process of its own: delta-rs waits for it without letting other threads run.
+
+    Args:
+        settings: more variables of its environment.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    running = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **settings},
+    )
     end = time.monotonic() + 30
     while time.monotonic() < end:
         with socket.socket() as probe:

@@ -7,6 +7,8 @@ size takes little memory and its rows always come in one order.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from urllib.parse import unquote
@@ -14,8 +16,8 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from pipelines.sources.parts import Part, TableParts, file_rows, file_schema
-from pipelines.storage.files import filesystem, first_line
-from schemas.errors import TableError, is_panic, quoted
+from pipelines.storage.files import filesystem, first_line, list_names
+from schemas.errors import ConfigError, NightshelfError, TableError, is_panic, quoted
 
 _NAMES = "delta.columnMapping.physicalName"
 _MODE = "delta.columnMapping.mode"
@@ -49,8 +51,9 @@ def read_delta(
         partition: only files with these values of partition columns, as text.
 
     Raises:
-        TableError: deltalake is not installed, there is no such version, or the table has a feature
-            that is not known here.
+        TableError: there is no such version, or the table has a feature that is not known here.
+        ConfigError: deltalake is not installed, or the store has no credentials.
+        StorageError: the store does not answer.
     """
     found = _open(root, table, version)
     _check_features(found, root, table)
@@ -63,6 +66,7 @@ def read_delta(
         raise _empty_partition(partition, root, table)
     columns = [f for f in schema if (wanted is None and f.name not in keys)]
     columns += [f for f in schema if wanted is not None and f.name in wanted]
+    _check_inner_names(columns, root, table)
     kept = pa.schema([field.remove_metadata() for field in columns])
     deleted = _deletions(found, root, table)
     parts = []
@@ -107,13 +111,15 @@ def _open(root: str, table: str, version: int | None) -> Any:
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
     except ImportError as err:
-        raise TableError(
+        raise ConfigError(
             f"{table}: the path is a Delta table, and deltalake is not installed",
+            got=first_line(err),
             where=root,
             do="Install it: pip install 'nightshelf[delta]'.",
+            field=f"inputs.{table}",
         ) from err
     try:
-        return DeltaTable(root, version=version)
+        return DeltaTable(root, version=version, storage_options=_options(root))
     except (DeltaError, OSError, ValueError) as err:
         raise _unreadable(root, table, version, err) from err
     except BaseException as err:
@@ -122,12 +128,31 @@ def _open(root: str, table: str, version: int | None) -> Any:
         raise _unreadable(root, table, version, err) from err
 
 
+def _options(root: str) -> dict[str, str] | None:
+    """What deltalake asks for beside the environment that other clients read: whoever names an
+    endpoint of http means it.
+    """
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    endpoint = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    plain = root.startswith(("s3://", "s3a://")) and endpoint.startswith("http://")
+    return {"AWS_ALLOW_HTTP": "true", "AWS_ENDPOINT_URL": endpoint} if plain else None
+
+
 def _unreadable(root: str, table: str, version: int | None, error: BaseException) -> TableError:
+    """The error of a table that does not open. What deltalake says of a store is text alone, so
+    that the log is listed: a store without credentials, or that is away, is said by that.
+    """
+    log = f"{root.rstrip('/')}/_delta_log"
+    try:
+        names = list_names(log)
+    except NightshelfError as err:
+        err.what, err.field = f"{table}: {err.what}", f"inputs.{table}"
+        raise
     at = "" if version is None else f", version {version}"
     return TableError(
         f"{table}: the Delta table cannot be opened",
-        expected=f"a log in {root}/_delta_log{at}",
-        got=first_line(error),
+        expected=f"a log in {log}{at}",
+        got=" ".join(str(error).split())[:300] if names else "no file in it",
         where=root,
         field=f"inputs.{table}",
     )
@@ -157,6 +182,29 @@ def _names_in_files(found: Any) -> dict[str, str]:
         return {}
     fields = found.schema().fields
     return {field.name: str(field.metadata.get(_NAMES, field.name)) for field in fields}
+
+
+def _check_inner_names(columns: list[pa.Field], root: str, table: str) -> None:
+    """Refuse a column with fields inside that the files call otherwise: files are read by name."""
+    for column in columns:
+        for inner in _inside(column):
+            name = (inner.metadata or {}).get(_NAMES.encode(), inner.name.encode()).decode()
+            if name != inner.name:
+                raise TableError(
+                    f"{table}: the Delta table has a feature that is not read here",
+                    expected="column mapping of whole columns",
+                    got=f"column mapping inside a column: {column.name}.{inner.name} is {name!r}",
+                    where=root,
+                    do="Write what it holds now to a plain table or to Parquet, and name that.",
+                    field=column.name,
+                )
+
+
+def _inside(field: pa.Field) -> Iterator[pa.Field]:
+    for at in range(field.type.num_fields):
+        inner = field.type.field(at)
+        yield inner
+        yield from _inside(inner)
 
 
 def _deletions(found: Any, root: str, table: str) -> dict[str, pa.BooleanArray]:

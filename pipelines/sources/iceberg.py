@@ -19,7 +19,15 @@ import pyarrow as pa
 from pipelines.sources.marks import is_snapshot
 from pipelines.sources.parts import Part, TableParts, file_schema
 from pipelines.storage import files
-from schemas.errors import NightshelfError, TableError, is_panic, quoted
+from pipelines.storage.storage_errors import StoreAwayError, translate
+from schemas.errors import (
+    AccessError,
+    ConfigError,
+    NightshelfError,
+    TableError,
+    is_panic,
+    quoted,
+)
 from schemas.input_tables import IcebergInput
 
 if TYPE_CHECKING:
@@ -27,6 +35,11 @@ if TYPE_CHECKING:
     from pyiceberg.table import FileScanTask, Table
 
 _NUMBER = re.compile(r"v?(\d+)")
+# A path in a store is opened with the clients, credentials and endpoint of every other path.
+_CLIENTS = {"py-io-impl": "pyiceberg.io.fsspec.FsspecFileIO"}
+# What pyiceberg says of a catalog's answer, by class.
+_DENIED = ("UnauthorizedError", "ForbiddenError", "OAuthError", "AuthorizationExpiredError")
+_BUSY = ("ServerError", "ServiceUnavailableError", "TooManyRequestsError")
 
 
 def read_iceberg(source: IcebergInput, table: str, wanted: set[str] | None) -> TableParts:
@@ -38,16 +51,19 @@ def read_iceberg(source: IcebergInput, table: str, wanted: set[str] | None) -> T
         wanted: columns that may be read; None: all.
 
     Raises:
-        TableError: pyiceberg is not installed, there is no such table or snapshot, or pyiceberg
-            cannot read it.
+        TableError: there is no such table or snapshot, or pyiceberg cannot read it.
+        ConfigError: pyiceberg is not installed, or the store or catalog has no credentials.
+        StorageError: the store or the catalog does not answer.
     """
     try:
         from pyiceberg.io.pyarrow import schema_to_pyarrow
     except ImportError as err:
-        raise TableError(
+        raise ConfigError(
             f"{table}: the input is an Iceberg table, and pyiceberg is not installed",
+            got=files.first_line(err),
             where=source.iceberg,
             do="Install it: pip install 'nightshelf[iceberg]'.",
+            field=f"inputs.{table}",
         ) from err
     with _as_ours(source, table):
         found = _open(source, table)
@@ -138,7 +154,7 @@ def _open(source: IcebergInput, table: str) -> Table:
             return load_catalog(catalog).load_table(rest)
         return load_catalog().load_table(name)
     path = name if name.endswith(".json") else _newest(name, table)
-    opened: Table = StaticTable.from_metadata(path)
+    opened: Table = StaticTable.from_metadata(path, _CLIENTS if "://" in path else {})
     if path != name:
         _check_not_moved(opened.metadata.location, name, table)
     return opened
@@ -216,6 +232,9 @@ def _as_ours(source: IcebergInput, table: str) -> Iterator[None]:
     except BaseException as err:
         if not isinstance(err, Exception) and not is_panic(err):
             raise
+        if (found := _of_place(err, source.iceberg)) is not None:
+            found.what, found.field = f"{table}: {found.what}", f"inputs.{table}"
+            raise found from err
         raise TableError(
             f"{table}: the Iceberg table cannot be read",
             expected="a table that pyiceberg reads",
@@ -225,3 +244,27 @@ def _as_ours(source: IcebergInput, table: str) -> Iterator[None]:
             do="Name it by its folder, a metadata file, or its name in a catalog; what pyiceberg "
             "cannot read, write as Parquet.",
         ) from err
+
+
+def _of_place(error: BaseException, where: str) -> NightshelfError | None:
+    """The error of a store or a catalog that may not be used or does not answer; None where it is
+    the table's.
+    """
+    kind = type(error).__name__
+    if kind in _DENIED:
+        return AccessError(
+            "the table's catalog may not be used",
+            got=f"{kind}: {files.first_line(error)}",
+            where=where,
+            do="Give pyiceberg the credentials it needs: .pyiceberg.yaml, or "
+            "PYICEBERG_CATALOG__NAME__KEY in the environment.",
+        )
+    if kind in _BUSY:
+        return StoreAwayError(
+            "the table's catalog does not answer",
+            got=f"{kind}: {files.first_line(error)}",
+            where=where,
+            do="Run the same command again once it does.",
+        )
+    found = translate(error, where, what="a table")
+    return found if isinstance(found, AccessError | StoreAwayError) else None

@@ -22,7 +22,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from pipelines.sources.marks import LoggedTable, table_around, table_at, table_of_file
 from pipelines.storage.files import filesystem, retried
-from schemas.errors import ConfigError, TableError
+from pipelines.storage.storage_errors import StoreAwayError, translate
+from schemas.errors import AccessError, ConfigError, TableError
 
 _MAGIC = re.compile(r"[*?\[]")
 
@@ -86,6 +87,7 @@ def list_path(path: str, table: str, kind: str = "Parquet") -> Listing:
         TableError: nothing is there, or something that is neither file nor folder; a link leads
             nowhere, or gives a file a second name; a table with a log lies below the path.
         ConfigError: a folder may not be listed.
+        StorageError: the store does not answer.
     """
     fs, inside = filesystem(path)
     fs.invalidate_cache()
@@ -99,6 +101,12 @@ def list_path(path: str, table: str, kind: str = "Parquet") -> Listing:
             where=path,
             do="Give whoever runs this the right to list and read it.",
         ) from err
+    except Exception as err:
+        found = translate(err, path, done="listed", what=f"inputs.{table}")
+        if found is err or not isinstance(found, AccessError | StoreAwayError):
+            raise
+        found.field = f"inputs.{table}"
+        raise found from err
 
 
 def _list(walk: _Walk, inside: str) -> Listing:

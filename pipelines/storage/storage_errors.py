@@ -1,7 +1,7 @@
 """What goes wrong in the libraries below files, said as one of our errors.
 
 Disks, stores, Arrow, polars and their clients each have error trees of their own. Here they become
-six kinds, told by class and number and never by text:
+six kinds, told by class and number and, but for Arrow's client of S3, never by text:
 
     access    AccessError (exit 2)       no credentials, no permission, no place for a file
     missing   MissingFileError           nothing is at the path
@@ -21,6 +21,7 @@ import errno
 import functools
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -119,6 +120,22 @@ _CODES: dict[str, Kind] = {
         "away",
     ),
 }
+# Arrow's own client of S3 has no class and no field for it: the code stands in its words.
+_ARROW_CODE = re.compile(r"\bAWS Error ([A-Z_]+)\b")
+_ARROW_CODES: dict[str, Kind] = {
+    **dict.fromkeys(
+        ("ACCESS_DENIED", "INVALID_CLIENT_TOKEN_ID", "INVALID_ACCESS_KEY_ID", "INVALID_SIGNATURE")
+        + ("SIGNATURE_DOES_NOT_MATCH", "UNRECOGNIZED_CLIENT", "MISSING_AUTHENTICATION_TOKEN")
+        + ("REQUEST_EXPIRED",),
+        "access",
+    ),
+    **dict.fromkeys(("NO_SUCH_BUCKET", "NO_SUCH_KEY", "RESOURCE_NOT_FOUND"), "missing"),
+    **dict.fromkeys(
+        ("NETWORK_CONNECTION", "INTERNAL_FAILURE", "SERVICE_UNAVAILABLE", "SLOW_DOWN")
+        + ("THROTTLING", "REQUEST_TIMEOUT"),
+        "away",
+    ),
+}
 _WORDS: dict[Kind, tuple[str, str]] = {
     "access": ("may not be {done}", "Give the credentials or permission it needs, or another path"),
     "missing": ("cannot be {done}", ""),
@@ -177,6 +194,8 @@ def kind_of(error: BaseException) -> Kind | None:
         return _of_number(error.errno)
     if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
         return "access"  # stores' clients raise them without a number
+    if isinstance(error, OSError) and (code := _ARROW_CODE.search(str(error))) is not None:
+        return _ARROW_CODES.get(code[1], "damage")
     if isinstance(error, OSError | pa.ArrowException | pl.exceptions.PolarsError | zlib.error):
         return "damage"
     if isinstance(error, json.JSONDecodeError | UnicodeError | EOFError):

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import polars as pl
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tenacity
 
-from pipelines.storage import files, storage_errors
-from schemas.errors import StorageError
 from tests.factories import write_config, write_inputs
-from tests.right_or_refused.lakes import commit, delete_by_position, delete_by_value
+from tests.right_or_refused.lakes import delete_by_position, delete_by_value
 from tests.s3 import environment, s3_server
 
 deltalake = pytest.importorskip("deltalake")
@@ -171,46 +165,6 @@ def test_deletes_by_value_are_obeyed_or_refused(nightshelf, tmp_path, lake, comm
     assert not list((tmp_path / "out").rglob("*.parquet"))
 
 
-@pytest.mark.parametrize("command", ["validate", "run"])
-def test_types_that_were_widened_are_read_or_refused(nightshelf, tmp_path, command):
-    """`delta.enableTypeWidening`: older files hold int32, newer ones int64."""
-    users = write_inputs(tmp_path)["users"]
-    small = users.append_column("age", pa.array([1] * len(users), pa.int32()))
-    deltalake.write_deltalake(str(tmp_path / "lake"), small.slice(0, 20))
-    log = tmp_path / "lake/_delta_log/00000000000000000000.json"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    metadata = next(line["metaData"] for line in lines if "metaData" in line)
-    metadata["schemaString"] = metadata["schemaString"].replace('"integer"', '"long"')
-    metadata["configuration"] = {"delta.enableTypeWidening": "true"}
-    path = "part-wide.parquet"
-    wide = users.append_column("age", pa.array([1 << 40] * len(users), pa.int64())).slice(20)
-    pq.write_table(wide, tmp_path / "lake" / path)
-    commit(
-        tmp_path / "lake",
-        {
-            "protocol": {
-                "minReaderVersion": 3, "minWriterVersion": 7,
-                "readerFeatures": ["typeWidening"], "writerFeatures": ["typeWidening"],
-            }
-        },
-        {"metaData": metadata},
-        {
-            "add": {
-                "path": path, "partitionValues": {}, "dataChange": True, "modificationTime": 1,
-                "size": (tmp_path / "lake" / path).stat().st_size,
-            }
-        },
-    )  # fmt: skip
-    config = write_config(tmp_path, inputs__users="lake", prompt__template="{text:age}{history}")
-    done = nightshelf(command, config, "--output", "json", check=None)
-    assert done.code in (0, 3)
-    if done.code == 3:
-        assert "typeWidening" in done.out
-        assert not list((tmp_path / "out").rglob("*.parquet"))
-    elif command == "run":
-        assert published(tmp_path)["user_id"].n_unique() == 40
-
-
 @pytest.mark.parametrize("command", ["validate", "plan", "run"])
 @pytest.mark.parametrize("kind", ["delta", "iceberg"])
 def test_a_table_whose_library_is_missing(nightshelf, tmp_path, lake, monkeypatch, kind, command):
@@ -226,37 +180,6 @@ def test_a_table_whose_library_is_missing(nightshelf, tmp_path, lake, monkeypatc
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     config = write_config(tmp_path, inputs__users=source)
-    done = nightshelf(command, config, "--output", "json", check=None)
-    assert done.code in (2, 3)
+    done = nightshelf(command, config, "--output", "json", check=2)
+    assert f"{module} is not installed" in done.out
     assert f"nightshelf[{kind}]" in done.out
-
-
-# --- uploads that break off ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["upload_part", "complete_multipart_upload"])
-def test_an_upload_that_breaks_off_leaves_nothing(bucket, monkeypatch, call):
-    """Against a server: nothing at the final name, no parts behind, and a second try is whole."""
-    path, data = f"{bucket}/folder/large.bin", bytes(range(256)) * (102 << 12)
-    calls, real = [], s3fs.S3FileSystem._call_s3
-
-    async def breaking(self, method, *args, **kwargs):
-        calls.append(method)
-        if method == call:
-            raise OSError("Connection reset by peer")
-        return await real(self, method, *args, **kwargs)
-
-    monkeypatch.setattr(storage_errors, "WAIT", tenacity.wait_none())
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", breaking)
-    with pytest.raises(StorageError) as caught:
-        files.write_bytes(path, data)
-    assert caught.value.retryable
-    assert call in calls, "it was sent in parts"
-    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", real)
-    store = s3fs.S3FileSystem()
-    store.invalidate_cache()
-    assert not store.exists(path)
-    pending = store.call_s3("list_multipart_uploads", Bucket=bucket.removeprefix("s3://"))
-    assert not pending.get("Uploads")
-    files.write_bytes(path, data)
-    assert files.read_bytes(path) == data

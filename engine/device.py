@@ -31,6 +31,15 @@ def visible_gpus() -> list[str]:
     return out.split()
 
 
+def no_gpu() -> EngineError:
+    """The error of a GPU that is asked for and not there."""
+    return EngineError(
+        "engine.device is cuda but this process sees no CUDA device",
+        do="Run on a machine with a GPU, or set engine.device to auto or cpu.",
+        field="engine.device",
+    )
+
+
 def num_cpus() -> int:
     """Processors this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

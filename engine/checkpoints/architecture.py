@@ -155,15 +155,32 @@ def refusals(folder: str, raw: Mapping[str, Any], *, own_forward: bool) -> Itera
             folder,
         )
         return
-    named = [str(name) for name in raw.get("architectures") or ()]
-    if any(map(_ANOTHER_TASK.search, named)) and not any(map(_CAUSAL.search, named)):
-        yield not_causal(named, folder)
+    classes = named(raw)
+    if any(map(_ANOTHER_TASK.search, classes)) and not any(map(_CAUSAL.search, classes)):
+        yield not_causal(classes, folder)
+    sizes = {n: text_config(raw).get(n) for n in ("max_position_embeddings", "n_positions")}
+    for name, size in sizes.items():
+        if isinstance(size, int) and size < 1:
+            yield EngineError(
+                "the model has no positions",
+                expected=f"a number above 0 as {name} in config.json",
+                got=str(size),
+                where=folder,
+                do="Correct config.json, or save the model again with save_pretrained(folder).",
+                field="engine.model",
+            )
     if not own_forward:
         return
     if problem := other_attention(raw, folder):
         yield problem
     if problem := _quantiser_missing(raw, folder):
         yield problem
+
+
+def named(raw: Mapping[str, Any]) -> list[str]:
+    """The classes that config.json names."""
+    found = raw.get("architectures")
+    return [str(name) for name in found] if isinstance(found, list) else [str(found)] * bool(found)
 
 
 def declared_vocab_size(folder: str) -> int | None:

@@ -161,13 +161,24 @@ def weight_files(root: Path) -> list[Path]:
     return [p for p in sorted(root.glob("*.safetensors")) if not p.name.startswith("adapter")]
 
 
+def loaded_files(root: Path) -> list[Path]:
+    """The files that the library loads: one, or those of the index, whatever else lies there."""
+    if (root / "model.safetensors").is_file():
+        return [root / "model.safetensors"]
+    try:
+        index = json.loads((root / _INDEX).read_text(encoding="utf-8"))
+        return [root / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return weight_files(root)
+
+
 def _size_problems(root: Path, raw: dict[str, Any]) -> Iterator[EngineError]:
     """Tensors that are not of the sizes in config.json."""
     text = text_config(raw)
     if raw.get("quantization_config") is not None:
         return
     shapes: dict[str, tuple[int, ...]] = {}
-    for path in weight_files(root):
+    for path in loaded_files(root):
         with path.open("rb") as handle:
             shapes |= {n: tuple(t["shape"]) for n, t in safetensors_header(handle)[0].items()}
     vocab = text.get("vocab_size")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 from engine.backends.registry import spec_of
-from engine.device import num_cpus, visible_gpus
+from engine.device import no_gpu, num_cpus, visible_gpus
 from jobs.local.inline import InlinePool
 from jobs.local.processes import Device, ProcessPool
 from jobs.running.scheduler import Pool, PoolLauncher
-from schemas.errors import EngineError
+from schemas.errors import EngineError, NightshelfError
 from schemas.runs import RunPlan
 from schemas.settings import RunConfig
 
@@ -27,6 +30,18 @@ class LocalLauncher(PoolLauncher):
             raise problem
         return config
 
+    def problems(self, config: RunConfig) -> Iterator[NightshelfError]:
+        """Inputs that are tables of Spark's catalog; GPUs that this machine has not."""
+        yield from super().problems(config)
+        with suppress(NightshelfError):  # no such backend: said already
+            if spec_of(config.engine.backend).gpu == "never":
+                return
+        gpus = visible_gpus() if config.engine.device != "cpu" else []
+        if config.engine.device == "cuda" and not gpus:
+            yield no_gpu()
+        elif gpus and config.run.workers not in ("auto", 0) and config.run.workers > len(gpus):
+            yield _too_few(gpus, config.run.workers)
+
     def pool(self, plan: RunPlan, num_shards: int) -> Pool:
         """One worker per device.
 
@@ -45,11 +60,17 @@ def _devices(plan: RunPlan, num_shards: int) -> list[Device]:
     if gpus:
         count = len(gpus) if wanted == "auto" else wanted
         if count > len(gpus):
-            raise EngineError(
-                "more workers than GPUs",
-                expected=f"at most {len(gpus)}",
-                got=f"run.workers {count}",
-            )
+            raise _too_few(gpus, count)
         return [Device(gpu, num_cpus()) for gpu in gpus[: min(count, num_shards)]]
     count = min(1 if wanted == "auto" else wanted, num_shards)
     return [Device(None, max(1, num_cpus() // count))] * count
+
+
+def _too_few(gpus: list[str], workers: int) -> EngineError:
+    return EngineError(
+        "more workers than GPUs",
+        expected=f"at most {len(gpus)}",
+        got=f"run.workers {workers}",
+        do="Set run.workers to auto, or engine.device to cpu.",
+        field="run.workers",
+    )

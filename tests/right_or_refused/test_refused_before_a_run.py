@@ -155,6 +155,30 @@ def an_infinity(folder):
     change_weights(folder, spoil)
 
 
+def classes_that_are_numbers(folder):
+    edit_config(folder, architectures=[3])
+
+
+def positions_below_none(folder):
+    edit_config(folder, max_position_embeddings=-5)
+
+
+def rope_of_base_zero(folder):
+    edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 0})
+
+
+def norms_of_a_negative_epsilon(folder):
+    edit_config(folder, rms_norm_eps=-1.0)
+
+
+def quantised_in_fp8(folder):
+    edit_config(folder, quantization_config={"quant_method": "fp8"})
+
+
+def quantised_by_nobody_knows_what(folder):
+    edit_config(folder, quantization_config={"bits": 4})
+
+
 def pad_beyond_the_vocabulary(folder):
     edit_config(folder, pad_token_id=100277)
 
@@ -222,6 +246,12 @@ BROKEN = {
     norms_that_are_left_out: "that config.json knows nothing of",
     a_nan: "tensor 'model.embed_tokens.weight' holds NaN",
     an_infinity: "tensor 'model.layers.1.mlp.up_proj.weight' holds NaN or infinite",
+    classes_that_are_numbers: "the checkpoint is not a causal language model",
+    positions_below_none: "the model has no positions",
+    rope_of_base_zero: "does not score as its own library does",
+    norms_of_a_negative_epsilon: "gets NaN from this checkpoint",
+    quantised_in_fp8: "requires accelerate",
+    quantised_by_nobody_knows_what: "has no `quant_method` attribute",
     pad_beyond_the_vocabulary: "the model cannot be loaded",
     heads_that_do_not_divide: "the model cannot be loaded",
     rope_of_no_known_type: "the model cannot be loaded",
@@ -278,6 +308,46 @@ def test_a_checkpoint_that_cannot_be_loaded(nightshelf, tmp_path, breaks):
     with pytest.raises(EngineError) as refused:
         TorchBackend(str(model), "float32", CPU)
     assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"temperature": -1, "eos_token_id": "x"}'])
+def test_generation_settings_of_a_checkpoint_are_not_read(nightshelf, tmp_path, content):
+    model = tmp_path / "model"
+    tiny_model(model)
+    (model / "generation_config.json").write_text(content)
+    nightshelf("run", torch_config(tmp_path, model))
+
+
+def test_more_workers_than_gpus(nightshelf, tmp_path, model_folder, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    config = torch_config(tmp_path, model_folder, engine__device="auto", run__workers=3)
+    shown = nightshelf("validate", config, "--output", "json", check=None)
+    done = nightshelf("run", config, "--output", "json", check=None)
+    assert (shown.code, done.code) == (3, 5)
+    assert shown.json["problems"][0]["message"] in done.json["error"]["message"]
+    assert "no problems" in nightshelf("validate", config, "--set", "run.workers=2").out
+
+
+def test_files_that_are_not_loaded_do_not_count(nightshelf, tmp_path):
+    """An older, sharded save of other sizes beside the file that the library takes."""
+    model = tmp_path / "model"
+    tiny_model(model)
+    weights = {name: np.ones((3, 3), np.float32) for name in load_file(model / "model.safetensors")}
+    save_file(weights, model / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    config = torch_config(tmp_path, model)
+    nightshelf("validate", config)
+    nightshelf("run", config)
+
+
+def test_a_gpu_that_is_not_there(nightshelf, tmp_path, model_folder, monkeypatch):
+    """A plan may be made elsewhere; `validate` speaks of this machine."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    config = torch_config(tmp_path, model_folder, engine__device="cuda")
+    shown = nightshelf("validate", config, "--output", "json", check=None)
+    done = nightshelf("run", config, "--output", "json", check=None)
+    assert (shown.code, done.code) == (3, 5)
+    assert shown.json["problems"][0]["message"] in done.json["error"]["message"]
+    nightshelf("plan", config)
 
 
 def test_an_adapter(nightshelf, tmp_path, model_folder):
@@ -396,7 +466,7 @@ def test_what_runs_is_let_through(nightshelf, tmp_path, name):
 
 
 def test_a_type_that_was_not_tried_is_a_warning(nightshelf, tmp_path):
-    model = save_model(tmp_path / "model", "flex_olmo", {"num_experts": 4, "pad_token_id": 0})
+    model = save_model(tmp_path / "model", "flex_olmo", {"num_experts": 8, "pad_token_id": 0})
     done = nightshelf("validate", torch_config(tmp_path, model), "--output", "json")
     assert ["was not tried" in one["message"] for one in done.json["warnings"]] == [True]
 

@@ -30,6 +30,7 @@ from engine.backends.torch.passes import PrefixPass, TreePass, node_passes, prom
 from engine.backends.torch.prepacked import prepack_layers
 from engine.backends.torch.probe import TOLERANCE, largest_error, make_probe, read
 from engine.checkpoints.architecture import has_window
+from engine.device import no_gpu
 from engine.row_tiles import pad_rows
 from schemas.errors import EngineError
 from schemas.requests import Ints
@@ -264,7 +265,7 @@ def create_backend(settings: EngineSettings) -> TorchBackend:
         EngineError: no such device, or the model cannot be used.
     """
     if settings.device == "cuda" and not torch.cuda.is_available():
-        raise EngineError("engine.device is cuda but this process sees no CUDA device")
+        raise no_gpu()
     use_cuda = settings.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if use_cuda else "cpu")
     assert settings.model is not None, "checked by the configuration"

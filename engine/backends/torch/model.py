@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from engine.backends.torch.memory import ModelSizes
 from engine.backends.torch.tree_attention import ATTENTION_NAME, OtherAttentionError
@@ -47,6 +47,7 @@ def load_model(
     for problem in load_problems(folder):
         raise problem
     config = load_config(folder)
+    plain = GenerationConfig()  # type: ignore[no-untyped-call]  # the library's
     try:
         if layers is not None:
             _keep_layers(config.get_text_config(), layers)
@@ -58,6 +59,7 @@ def load_model(
                 dtype=dtype,
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
+                generation_config=plain,  # that of the folder is not read
                 local_files_only=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # we refuse them ourselves, with their names

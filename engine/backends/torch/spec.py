@@ -10,5 +10,5 @@ SPEC = BackendSpec(
     reads_checkpoint=True,
     own_forward=True,
     native_beams=False,
-    before_a_run="engine.backends.torch.weights:before_a_run",
+    before_a_run="engine.backends.torch.before:before_a_run",
 )

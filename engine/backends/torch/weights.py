@@ -23,40 +23,21 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from engine.backends.torch.tree_attention import ATTENTION_NAME, OtherAttentionError
 from engine.checkpoints import architecture
-from engine.checkpoints.files import LAYER, checkpoint_problems, safetensors_header, weight_files
-from schemas.engine_settings import EngineSettings
+from engine.checkpoints.files import LAYER, loaded_files, safetensors_header
 from schemas.errors import EngineError, quoted
 
 log = logging.getLogger("nightshelf.engine")
 
 LIBRARY_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
-READ_BEFORE_A_RUN = 1 << 30  # bytes of weights that are looked at before a run
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _MATRIX = 3  # dimensions of the largest weights; masks that old checkpoints hold have four
 _LEFT_OVER = re.compile(r"\.(weight|bias)$")
-
-
-def before_a_run(settings: EngineSettings) -> Iterator[EngineError]:
-    """Why the backend would not load a checkpoint, as far as this machine can tell without it.
-
-    Numbers that are not finite are looked for in small checkpoints only; the engine looks at all.
-    """
-    folder = settings.model
-    if folder is None or next(checkpoint_problems(folder, own_forward=True), None) is not None:
-        return  # said already
-    try:
-        found = list(load_problems(folder))
-    except EngineError as err:
-        found = [err]
-    yield from found
-    size = sum(path.stat().st_size for path in weight_files(Path(folder)))
-    if not found and size <= READ_BEFORE_A_RUN:
-        yield from not_finite(folder)
 
 
 def load_config(folder: str) -> Any:
@@ -94,8 +75,9 @@ def load_problems(folder: str) -> Iterator[EngineError]:
         if ATTENTION_NAME in str(err):
             return  # its attention cannot be replaced, which is said with the model's name
         raise cannot_load(folder, err) from err
-    if getattr(config, "quantization_config", None) is not None:
-        return  # what reads them names and sizes them as it likes
+    if (section := getattr(config, "quantization_config", None)) is not None:
+        _check_quantiser(section, folder)  # which names and sizes weights as it likes
+        return
     tried = str(config.model_type) in architecture.SCORED
     try:
         report = _load_nothing(folder, load_config(folder))
@@ -105,6 +87,24 @@ def load_problems(folder: str) -> Iterator[EngineError]:
         log.debug("the weights of %s were not held against config.json: %s", folder, err)
         return
     yield from report_problems(report, config, folder)
+
+
+def _check_quantiser(section: Any, folder: str) -> None:
+    """Whether what reads quantised weights is known and installed; a GPU may be elsewhere.
+
+    Raises:
+        EngineError: it is not.
+    """
+    library: Any = AutoHfQuantizer
+    try:
+        if not library.supports_quant_method(section):
+            return  # the library leaves it alone
+        quantiser = library.from_config(section, pre_quantized=True)
+        quantiser.validate_environment(device_map=None, weights_only=True)
+    except (ImportError, ValueError) as err:
+        raise cannot_load(folder, err) from err
+    except Exception as err:
+        log.debug("quantised weights of %s: %s", folder, err)
 
 
 def report_problems(report: dict[str, Any], config: Any, folder: str) -> Iterator[EngineError]:
@@ -141,7 +141,7 @@ def report_problems(report: dict[str, Any], config: Any, folder: str) -> Iterato
 
 def not_finite(folder: str) -> Iterator[EngineError]:
     """The first tensor of the files that holds NaN or infinite numbers."""
-    for path in weight_files(Path(folder)):
+    for path in loaded_files(Path(folder)):
         with safe_open(str(path), framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118  # no mapping
                 tensor = handle.get_tensor(name)
@@ -198,7 +198,7 @@ def _refuse_other_models(config: Any, folder: str) -> None:
     """
     for problem in architecture.refusals(folder, config.to_dict(), own_forward=True):
         raise problem
-    named = list(config.architectures or [])
+    named = architecture.named(config.to_dict())
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if named and not known & set(named):
         raise architecture.not_causal(named, folder)
@@ -228,7 +228,7 @@ class _Unread:
 def _load_nothing(folder: str, config: Any) -> dict[str, Any]:
     """The loader's report on the headers of the weights."""
     tensors: dict[str, _Unread] = {}
-    for path in weight_files(Path(folder)):
+    for path in loaded_files(Path(folder)):
         with path.open("rb") as handle:
             for name, tensor in safetensors_header(handle)[0].items():
                 dtype = _DTYPES.get(tensor["dtype"], torch.bfloat16)
@@ -259,7 +259,7 @@ def _left_over(unexpected: list[str], config: Any, folder: str) -> list[str]:
     layers = text.get("num_hidden_layers") or 0
     ahead = range(layers, layers + (text.get("num_nextn_predict_layers") or 0))
     sizes: dict[str, list[int]] = {}
-    for path in weight_files(Path(folder)):
+    for path in loaded_files(Path(folder)):
         with path.open("rb") as handle:
             sizes |= {n: t["shape"] for n, t in safetensors_header(handle)[0].items()}
     left = []

@@ -33,14 +33,15 @@ class LocalLauncher(PoolLauncher):
     def problems(self, config: RunConfig) -> Iterator[NightshelfError]:
         """Inputs that are tables of Spark's catalog; GPUs that this machine has not."""
         yield from super().problems(config)
+        wanted, device = config.run.workers, config.engine.device
+        gpus = visible_gpus() if device != "cpu" else []
+        if isinstance(wanted, int) and gpus and wanted > len(gpus):
+            yield _too_few(gpus, wanted)
+        if device != "cuda" or gpus:
+            return
         with suppress(NightshelfError):  # no such backend: said already
-            if spec_of(config.engine.backend).gpu == "never":
-                return
-        gpus = visible_gpus() if config.engine.device != "cpu" else []
-        if config.engine.device == "cuda" and not gpus:
-            yield no_gpu()
-        elif gpus and config.run.workers not in ("auto", 0) and config.run.workers > len(gpus):
-            yield _too_few(gpus, config.run.workers)
+            if spec_of(config.engine.backend).gpu != "never":
+                yield no_gpu()
 
     def pool(self, plan: RunPlan, num_shards: int) -> Pool:
         """One worker per device.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ from jobs.running.launcher import Launcher
 from schemas.errors import ConfigError, quoted
 from schemas.settings import RunConfig
 
-# What opens each launcher: it takes nothing, and gives a context manager. Loaded when it is chosen.
+# What gives each launcher, or a context manager around it. Loaded when it is chosen.
 LAUNCHERS = {
     "local": "jobs.local.launcher:LocalLauncher",
     "spark": "jobs.spark.launch:open_spark",
@@ -46,5 +46,6 @@ def open_launcher(name: str | None, config: RunConfig) -> Iterator[Launcher]:
             got=quoted(name),
             field="run.launcher",
         )
-    with resolve_name(LAUNCHERS[name])() as launcher:
+    opened = resolve_name(LAUNCHERS[name])()
+    with opened if isinstance(opened, AbstractContextManager) else nullcontext(opened) as launcher:
         yield launcher

@@ -6,7 +6,7 @@ import queue
 import threading
 from typing import Any
 
-from jobs.running.scheduler import Pool, PoolLauncher, Reports
+from jobs.running.scheduler import Pool, PoolLauncher, Scheduler
 from jobs.running.shard_worker import serve
 from schemas.errors import ShardFailedError
 from schemas.runs import RunPlan, Shard
@@ -40,7 +40,7 @@ class ThreadPool:
     def submit(self, at: int, shard: Shard, following: Shard | None) -> None:
         self._shards[at].put((shard, following))
 
-    def poll(self, timeout_s: float, reports: Reports) -> None:
+    def poll(self, timeout_s: float, reports: Scheduler) -> None:
         try:
             at, of, name, arguments = self._said.get(timeout=timeout_s)
         except queue.Empty:

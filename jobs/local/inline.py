@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from jobs.running.scheduler import Reports
+from jobs.running.scheduler import Scheduler
 from jobs.running.shard_worker import ShardWorker
 from schemas.errors import NightshelfError
 from schemas.runs import RunPlan, Shard
@@ -28,7 +28,7 @@ class InlinePool:
         """What is polled next runs the shard."""
         self._given = shard, following
 
-    def poll(self, timeout_s: float, reports: Reports) -> None:
+    def poll(self, timeout_s: float, reports: Scheduler) -> None:
         """Do what was asked for, and report it."""
         starting = not self._worker.started
         try:

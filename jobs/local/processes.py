@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.backends.registry import spec_of
 from engine.device import bind_gpu
-from jobs.running.scheduler import Reports
+from jobs.running.scheduler import Scheduler
 from jobs.running.shard_worker import serve, set_environment
 from nightshelf import own_packages
 from schemas.errors import ShardFailedError
@@ -72,7 +72,7 @@ class ProcessPool:
         with contextlib.suppress(OSError):  # it died just now: its pipe will say so
             self._workers[at].pipe.send((shard, following))
 
-    def poll(self, timeout_s: float, reports: Reports) -> None:
+    def poll(self, timeout_s: float, reports: Scheduler) -> None:
         """Pass on what processes say, and which have ended."""
         workers = dict(self._workers)
         handles = [h for w in workers.values() for h in (w.pipe, w.process.sentinel)]
@@ -81,7 +81,7 @@ class ProcessPool:
             if worker.pipe in ready or worker.process.sentinel in ready:
                 self._report(at, worker, reports)
 
-    def _report(self, at: int, worker: _Worker, reports: Reports) -> None:
+    def _report(self, at: int, worker: _Worker, reports: Scheduler) -> None:
         """Pass on everything that a worker has said, and that it is gone."""
         while self._workers.get(at) is worker:
             try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol
 
 from pipelines.inputs.prepare import prepare_run
 from pipelines.planning.input_tables import tables_of_spark
@@ -36,17 +35,6 @@ class Launcher(ABC):
     """
 
     name: ClassVar[str]  # as the manifest says it
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(  # noqa: B027  # most launchers hold nothing
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Give back what it holds."""
 
     def locate(self, config: RunConfig) -> RunConfig:
         """The configuration with every input as files."""

@@ -93,28 +93,6 @@ class Attempts:
         return False
 
 
-class Reports(Protocol):
-    """What a pool says of its workers, each by its place in the pool."""
-
-    def ready(self, at: int) -> None:
-        """Its engine has started."""
-
-    def users(self, at: int, number: int) -> None:
-        """So many users more of its shard are done."""
-
-    def done(self, at: int) -> None:
-        """Its shard has a receipt."""
-
-    def failed(self, at: int, error: NightshelfError) -> None:
-        """Its shard failed; the worker itself goes on."""
-
-    def cannot_start(self, at: int, error: NightshelfError) -> None:
-        """Its engine did not start; the worker has ended."""
-
-    def lost(self, at: int, error: NightshelfError) -> None:
-        """It ended without a word."""
-
-
 class Pool(Protocol):
     """Workers that run shards, each with an engine of its own (`jobs.running.shard_worker`)."""
 
@@ -127,8 +105,11 @@ class Pool(Protocol):
     def submit(self, at: int, shard: Shard, following: Shard | None) -> None:
         """Give a worker that is ready a shard, and name the one that it will probably get next."""
 
-    def poll(self, timeout_s: float, reports: Reports) -> None:
-        """Wait until a worker has something to say, but no longer than this; report everything."""
+    def poll(self, timeout_s: float, reports: Scheduler) -> None:
+        """Wait until a worker has something to say, but no longer than this. Report everything by
+        the worker's place: it is `ready`, so many `users` more are done, its shard is `done` or
+        `failed`, it `cannot_start`, or it is `lost`.
+        """
 
     def stop(self, at: int, *, kill: bool) -> None:
         """End a worker, which may have ended already; `kill`: it does not answer."""
@@ -169,7 +150,7 @@ class _Worker:
 
 
 class Scheduler:
-    """Gets shards done by the workers of a pool."""
+    """Gets shards done by the workers of a pool, which reports what they say."""
 
     def __init__(self, plan: RunPlan, shards: list[Shard], pool: Pool, progress: Progress) -> None:
         self._config = plan.config

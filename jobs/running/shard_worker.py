@@ -92,8 +92,8 @@ def serve(
 
     Args:
         receive: waits for a shard and the one that probably follows it; None: there are no more.
-        send: takes the name of a report (`jobs.running.scheduler.Reports`) and its arguments
-            without the worker's place. They can be pickled.
+        send: takes the name of a report (`Pool.poll` in jobs/running/scheduler.py has them) and its
+            arguments without the worker's place. They can be pickled.
     """
     worker = ShardWorker(plan)
     try:

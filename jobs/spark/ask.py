@@ -37,7 +37,9 @@ def ask_executors(spark: SparkSession, plan: RunPlan, progress: Progress) -> Non
     late = threading.Event()
     try:
         with _cancelled_after(spark, limit, late):
-            answers = _answers(spark, asked, slots)
+            frame = spark.range(0, slots, 1, slots)
+            frame = frame.mapInArrow(spark_probe.answering(asked), "answer string")
+            answers = [row.answer for row in frame.collect()]
     except (PySparkException, Py4JError) as err:
         if late.is_set():
             raise EngineError(
@@ -84,9 +86,3 @@ def _cancelled_after(spark: SparkSession, seconds: float, late: threading.Event)
         over.set()
         canceller.join()
         context.removeJobTag(tag)
-
-
-def _answers(spark: SparkSession, asked: str, slots: int) -> list[str]:
-    look = spark_probe.carried(asked)
-    frame = spark.range(0, slots, 1, slots).mapInArrow(look, "answer string")
-    return [row.answer for row in frame.collect()]

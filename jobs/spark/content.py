@@ -1,7 +1,7 @@
 """What a table of Spark holds, as two numbers: rows are hashed one by one, whatever their order.
 
 Spark's hash functions pass over what is null and do not say where a list ends, so that `[a, null]`
-and `[a]`, or a value in one column and in the next, are the same to them. Here each value is told
+and `[a]`, or a value in one column and in the next, are the same to them. Here each value comes
 with all that is needed to take it apart again: whether there is one, how many there are, and which.
 """
 
@@ -44,11 +44,11 @@ class Content:
     @classmethod
     def of_frame(cls, frame: DataFrame) -> Content:
         """Of a table as it is now."""
-        told: list[Column] = [F.count(F.lit(1)).alias("rows")]
+        sums: list[Column] = [F.count(F.lit(1)).alias("rows")]
         for at, row in enumerate(row_hashes(frame)):
-            told.append(F.bit_xor(row).alias(f"mixed_{at}"))
-            told.append(F.sum(row.cast("decimal(38,0)")).alias(f"total_{at}"))
-        found = frame.agg(*told).first()
+            sums.append(F.bit_xor(row).alias(f"mixed_{at}"))
+            sums.append(F.sum(row.cast("decimal(38,0)")).alias(f"total_{at}"))
+        found = frame.agg(*sums).first()
         assert found is not None, "an aggregate has one row"
         mixed = [found[f"mixed_{at}"] or 0 for at in range(len(_SEEDS))]
         total = [int(found[f"total_{at}"] or 0) for at in range(len(_SEEDS))]
@@ -71,8 +71,8 @@ class Content:
 
     def digest(self, schema: str) -> str:
         """A hash of these rows in these columns."""
-        told = [_LAYOUT, _ZONE, schema, self.rows, self.mixed, self.total]
-        return files.hash_bytes(json.dumps(told).encode())[:16]
+        determines = [_LAYOUT, _ZONE, schema, self.rows, self.mixed, self.total]
+        return files.hash_bytes(json.dumps(determines).encode())[:16]
 
 
 def _joined(halves: Sequence[int]) -> int:
@@ -93,21 +93,21 @@ NUM_HASHES = len(_ROW_HASHES)
 
 def row_hashes(frame: DataFrame) -> list[Column]:
     """Two hashes of each row, int64."""
-    told = [
+    parts = [
         one
         for column in frame.schema.fields
-        for one in _told(F.col(f"`{column.name.replace('`', '``')}`"), column.dataType)
+        for one in _parts(F.col(f"`{column.name.replace('`', '``')}`"), column.dataType)
     ]
-    return [F.xxhash64(F.lit(seed), *told) for seed in _SEEDS]
+    return [F.xxhash64(F.lit(seed), *parts) for seed in _SEEDS]
 
 
-def _told(value: Column, kind: T.DataType) -> list[Column]:
+def _parts(value: Column, kind: T.DataType) -> list[Column]:
     """The parts of a value that a hash takes one after the other; they determine it."""
     if isinstance(kind, T.ArrayType) and not _nested(kind.elementType):
         marks = F.transform(value, _mark(kind.elementType))
         return [value.isNull(), F.size(value), marks, _plain(value, kind)]
     if isinstance(kind, T.StructType):
-        inside = (_told(value.getField(field.name), field.dataType) for field in kind.fields)
+        inside = (_parts(value.getField(field.name), field.dataType) for field in kind.fields)
         return [value.isNull(), *(one for parts in inside for one in parts)]
     if _nested(kind):
         return [_written_out(value, kind)]

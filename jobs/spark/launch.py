@@ -136,7 +136,8 @@ class SparkLauncher(Launcher):
             failed.update(given_up_there)
             if (end := log.ended()) is not None:
                 raise end
-            _raise_if_no_engine_starts(log)
+            if (failure := log.no_engine_starts()) is not None:  # trying on helps nobody
+                raise EngineError("the engine starts on no executor", got=failure.message)
             left = [s for s in left if s.index not in failed and load_receipt(plan, s) is None]
             if not left:
                 break
@@ -268,17 +269,6 @@ def _progress_by_receipts(plan: RunPlan, shards: list[Shard], progress: Progress
         over.set()
         watcher.join()
     look()
-
-
-def _raise_if_no_engine_starts(log: LaunchFiles) -> None:
-    """Where no engine ever started, trying on helps nobody.
-
-    Raises:
-        EngineError: what the last one said.
-    """
-    last = log.no_engine_starts()
-    if last is not None:
-        raise EngineError("the engine starts on no executor", got=last.message)
 
 
 def _why(log: LaunchFiles, shard: Shard, ended: str | None) -> str:

@@ -99,7 +99,7 @@ def look_around(asked: str) -> str:
     )
 
 
-def carried(asked: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
+def answering(asked: str) -> Callable[[Iterator[Any]], Iterator[Any]]:
     """`look_around` for `mapInArrow`: one answer per partition, in a column `answer`."""
 
     def look(batches: Iterator[Any]) -> Iterator[Any]:

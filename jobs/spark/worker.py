@@ -25,7 +25,7 @@ from jobs.running.scheduler import (
 )
 from jobs.running.shard_worker import ShardWorker, set_environment
 from jobs.spark.attempts import Attempt, LaunchFiles, last_words
-from jobs.spark.deadline import Deadline
+from jobs.spark.deadline import deadline
 from pipelines.shards.run_shard import load_receipt
 from schemas.errors import EngineError, NightshelfError
 from schemas.runs import RunPlan, Shard
@@ -155,7 +155,7 @@ def _attempt(task: ShardTask, worker: _ExecutorWorker, attempt: Attempt) -> None
         log.fail(task.shard, attempt, silent_for(shard_s))
 
     if not worker.started:
-        with Deadline(start_s, starts_too_late).running():
+        with deadline(start_s, starts_too_late):
             try:
                 worker.start()
             except NightshelfError as err:
@@ -164,6 +164,5 @@ def _attempt(task: ShardTask, worker: _ExecutorWorker, attempt: Attempt) -> None
     if worker.announced != log.launch:
         log.engine_ended(worker.id, None)
         worker.announced = log.launch
-    deadline = Deadline(shard_s, is_silent)
-    with deadline.running():
-        worker.run(task.shard, task.following, lambda users: deadline.touch())
+    with deadline(shard_s, is_silent) as touch:
+        worker.run(task.shard, task.following, lambda users: touch())

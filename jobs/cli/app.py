@@ -42,7 +42,8 @@ from jobs.cli.validate import validate
 from jobs.launchers import LauncherOption, open_launcher
 from jobs.running.run import run_job
 from jobs.running.run_folder import plan_path
-from jobs.upkeep.run_states import all_runs, run_status, show_user
+from jobs.upkeep.run_states import all_runs, run_status
+from jobs.upkeep.show import show_user
 from pipelines.planning.plan import plan_run
 from pipelines.storage import files
 from schemas.config_file import load_config

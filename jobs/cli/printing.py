@@ -13,7 +13,8 @@ from rich.text import Text
 
 from jobs.cli.options import Output, stdout
 from jobs.upkeep.backfill import day_states
-from jobs.upkeep.run_states import RunStatus, UserView
+from jobs.upkeep.run_states import RunStatus
+from jobs.upkeep.show import UserView
 from pipelines.inputs.prepared import shards_of
 from pipelines.planning.estimate import Estimate, estimate, table_bytes
 from pipelines.shards.run_shard import load_receipt

@@ -1,1 +1,4 @@
-"""Around runs: what state they are in, a range of days, and what may be removed."""
+"""Around runs: how far they are, what one user got, days in a row, and what may be removed.
+
+`doctor.py` looks at the machine that they would run on. Nothing here scores a shard.
+"""

@@ -84,16 +84,20 @@ def read_delta(
             )
         )
     if deleted:
-        raise TableError(
-            f"{table}: the Delta table has deletion vectors of files that are not known",
-            got=next(iter(deleted)),
-            where=root,
-        )
+        raise _unknown_deletions(next(iter(deleted)), root, table)
     return TableParts(
         tuple(parts),
         kept,
         snapshot=f"Delta version {found.version()}",
         identity=f"delta {found.metadata().id} {found.version()} {partition or ''}",
+    )
+
+
+def _unknown_deletions(path: str, root: str, table: str) -> TableError:
+    return TableError(
+        f"{table}: the Delta table has deletion vectors of files that are not known",
+        got=path,
+        where=root,
     )
 
 

@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from engine.backend import PackedPrompts
 from engine.backends.torch.backend import TorchBackend
 from engine.decoding import Decoding
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import SidTrie, build_trie
 from schemas.semantic_ids import SidSpace

@@ -73,7 +73,8 @@ class Engine:
         """Prompts and packs of a shard; users whose prompt cannot be built are in no pack."""
         self._cutter.forget()
         nodes = sum(runner.nodes_per_user for runner in self._runners)
-        return self._preparation.prepare(users, nodes)
+        trees = [r.nodes_per_tree for r in self._runners if r.nodes_per_tree is not None]
+        return self._preparation.prepare(users, nodes, max(trees, default=None))
 
     def run(self, prepared: Prepared, pack: Ints) -> BatchResult:
         """Everything the tasks find for the users of one pack, numbered as in `pack`.

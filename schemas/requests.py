@@ -252,7 +252,9 @@ class SidBeams:
     score: NDArray[np.float32]  # [M], nats
     pruned: NDArray[np.float32]  # [U] best score of a prefix that was dropped; -inf: none was
     legal_mass: NDArray[np.float32]  # [U] probability that the first token stays in the catalog
-    width: Ints  # [U] widest level that was forwarded
+    width: Ints  # [U] widest level of a beam; 0: none was needed
+    rounds: Ints  # [U] passes of the model behind the prompt
+    stopped: NDArray[np.bool_]  # [U] a best-first search that ended as a beam
 
     def spread(self, of: Ints) -> SidBeams:
         """See `BatchResult.spread`."""
@@ -264,6 +266,8 @@ class SidBeams:
             pruned=self.pruned[of],
             legal_mass=self.legal_mass[of],
             width=self.width[of],
+            rounds=self.rounds[of],
+            stopped=self.stopped[of],
         )
 
 
@@ -330,7 +334,7 @@ class BatchResult:
                 labels=join_labels([part.scored.labels for part in parts if part.scored]),
             )
         if parts[0].generated is not None:
-            names = ("sid", "score", "pruned", "legal_mass", "width")
+            names = ("sid", "score", "pruned", "legal_mass", "width", "rounds", "stopped")
             arrays = {name: joined("generated", name) for name in names}
             generated = SidBeams(user=users("generated"), **arrays)
         return cls(

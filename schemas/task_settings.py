@@ -31,6 +31,9 @@ TokenId = Annotated[StrictInt, Field(le=2**31 - 1)]  # the plan says which are t
 class ScoreSettings(Section):
     """Score the candidate sets of the candidates table."""
 
+    all: Flag = Field(
+        False, description="Score every candidate; false: only those that can reach the list"
+    )
     length_norm: LengthNorm = Field(
         "sum",
         description="Log-probabilities of an item's tokens: sum, or mean (items named by text)",
@@ -80,12 +83,24 @@ class EmbedSettings(Section):
 
 
 class GenerateSettings(Section):
-    """Beam search over the catalog."""
+    """Search of the catalog."""
 
+    search: Literal["auto", "best_first", "beam"] = Field(
+        "auto",
+        description="best_first: exact lists; beam: `width` prefixes per level; auto: best first, "
+        "and as a beam for users whose model is flat",
+    )
     width: Width | tuple[Width, ...] = Field(
         64, description="Beams kept per level: one number, or one per level"
     )
-    exact: Flag = Field(False, description="Widen users whose top-k is not certified")
+    max_positions: Annotated[Positive, Field(le=1 << 24)] | None = Field(
+        None,
+        description="Prefixes that a best-first search forwards for one user before it ends as a "
+        "beam; by default four times those of the beam",
+    )
+    exact: Flag = Field(
+        False, description="No default for max_positions; beams widen users who are not certified"
+    )
     max_width: Width = Field(4096, description="Widest beam that exact may use")
     mode: Literal["constrained", "native", "auto"] = Field(
         "constrained", description="native: the engine's own open-vocabulary beams, then filtered"

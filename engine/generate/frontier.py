@@ -1,10 +1,9 @@
-"""The pieces of one step of a beam search: expand, mask, select, and the results so far.
+"""The pieces of one step of a beam search: expand, mask, select.
 
 Candidates are the children in the catalog's trie, so no invalid semantic ID can appear. They are
 masked before selection, and every step has a shape known before it starts.
 
-Legend: B prompts, W beams of a prompt at this level, M child slots of a prompt (an upper bound), K
-results.
+Legend: B prompts, W beams of a prompt at this level, M child slots of a prompt (an upper bound).
 """
 
 from __future__ import annotations
@@ -16,46 +15,10 @@ from torch import Tensor
 
 from engine.backend import ROUNDING, NodeBatch, Targets
 from engine.decoding import Decoding
+from engine.search.masks import Mask
+from engine.search.pool import sort_key
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.quotas import place_in_group
-
-_LOW = 0xFFFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentMask:
-    """Which trie nodes each segment of prompts may enter (`EligibleTrie`)."""
-
-    alive: Tensor  # [segments, V] bool
-    of_prompt: Tensor  # [prompts of the context] int64
-
-    def __call__(self, prompt: Tensor, node: Tensor) -> Tensor:
-        """Whether a prompt may enter a node; elementwise."""
-        return self.alive[self.of_prompt[prompt], node]
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """What the prompts of a search may not enter."""
-
-    prompts: Tensor  # [B] rows of the context
-    dead: Tensor | None  # sorted keys of `dead_nodes`, `user` a prompt's row in the context
-    segments: SegmentMask | None
-
-    def of(self, who: Tensor) -> Mask:
-        """For some of the prompts of the search."""
-        return replace(self, prompts=self.prompts[who])
-
-    def __call__(self, index: DeviceTrie, children: Children) -> Children:
-        """The children that have an item left for their prompt; the others are padding."""
-        prompt_BM = self.prompts[:, None].expand_as(children.node_BM)
-        real_BM = children.real_BM
-        if self.segments is not None:
-            real_BM = real_BM & self.segments(prompt_BM, children.node_BM)
-        if self.dead is not None and len(self.dead):
-            real_BM = real_BM & ~index.is_dead(prompt_BM, children.node_BM, self.dead)
-        score_BM = torch.where(real_BM, children.score_BM, -torch.inf)
-        return replace(children, real_BM=real_BM, score_BM=score_BM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +56,13 @@ class Children:
     group_BM: Tensor  # as in Front
     log_prob_BM: Tensor  # of its token
     score_BM: Tensor  # -inf for slots that are not real, and for those that failed
+
+    def allowed(self, index: DeviceTrie, mask: Mask) -> Children:
+        """Those that have an item left for their prompt; the others are padding."""
+        prompt_BM = mask.prompts[:, None].expand_as(self.node_BM)
+        real_BM = mask.allows(index, prompt_BM, self.node_BM, self.real_BM)
+        score_BM = torch.where(real_BM, self.score_BM, -torch.inf)
+        return replace(self, real_BM=real_BM, score_BM=score_BM)
 
     @property
     def failed_BM(self) -> Tensor:
@@ -197,40 +167,3 @@ def select(
         group_BW=children.group_BM.gather(1, best_BW),
     )
     return front, dropped
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The best finished SIDs so far `[B, K]`, best first; score -inf where there is none."""
-
-    sid: Tensor
-    score: Tensor  # float32
-
-    def of(self, who: Tensor) -> Pool:
-        """Those of some of the prompts."""
-        return Pool(self.sid[who], self.score[who])
-
-    def collect(self, index: DeviceTrie, children: Children) -> Pool:
-        """With the semantic IDs that end at these children."""
-        sid_BM = index.sid[children.node_BM]
-        score_BM = torch.where(sid_BM >= 0, children.score_BM, -torch.inf)
-        score = torch.cat([self.score, score_BM], dim=1)
-        sid = torch.cat([self.sid, sid_BM.clamp(min=0)], dim=1)
-        if index.quota is not None:
-            group = index.quota.group_of_sid[sid]
-            over = place_in_group(sort_key(score, sid), group) >= index.quota.max_items
-            score = torch.where(over, -torch.inf, score)
-        best = sort_key(score, sid).topk(self.score.shape[1], dim=1).indices
-        return Pool(sid.gather(1, best), score.gather(1, best))
-
-
-def sort_key(score: Tensor, order: Tensor) -> Tensor:
-    """One int64 per entry: larger is better score, then smaller `order`. Makes top-k deterministic.
-
-    The bits of a float sort as integers once those of negative numbers are flipped; `order`, below
-    2^32, fills the low half, so that equal scores fall back on it and no two keys of a row are
-    equal.
-    """
-    bits = (score + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
-    ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ascending.to(torch.int64) << 32) | (_LOW - order)

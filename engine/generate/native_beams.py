@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from engine.backend import Backend
 from engine.decoding import Decoding
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.scoring.items import score_in_parts
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.sid_trie import SidTrie
@@ -156,6 +156,8 @@ def search_natively(
         pruned=np.full(num, np.inf, dtype=np.float32),  # no certificate
         legal_mass=nothing_known,
         width=np.full(num, width, dtype=np.int64),
+        rounds=np.full(num, decoding.index.trie.depth, dtype=np.int64),
+        stopped=np.zeros(num, dtype=bool),
     )
     return beams, failed, counts
 

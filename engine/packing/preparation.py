@@ -34,6 +34,7 @@ class Prepared:
     prompts: PromptSet
     labels: LabelTokens | None
     tree_rows: Ints  # [U] nodes of each user's token tree
+    planned_rows: Ints  # [U] those of them that are forwarded, mostly
     cost: Ints  # [U] rows that each user takes in a pack
     candidate_tokens: Ints  # [U] tokens of each user's candidates, one by one
     shared_tree: TokenTree | None  # of the sets that users share
@@ -109,11 +110,14 @@ class Preparation:
         assert self._trees is not None, "a task that needs no items asked for them"
         return self._trees
 
-    def prepare(self, users: UserBatch, nodes_per_user: int) -> Prepared:
+    def prepare(
+        self, users: UserBatch, nodes_per_user: int, nodes_per_tree: int | None = None
+    ) -> Prepared:
         """Prompts and packs of a shard; users whose prompt cannot be built are in no pack.
 
         Args:
             nodes_per_user: nodes that hang from each prompt besides those of candidates.
+            nodes_per_tree: of a user's candidates that are forwarded, mostly; None: all.
         """
         prompts = self._prompts.build(users)
         labels = None if self._label is None else self._label.read(users.labels, users.num_users)
@@ -127,13 +131,15 @@ class Preparation:
             candidate_tokens = self.trees.tokens(users.candidates)
             if not self._task.searches_catalog:
                 usable &= users.candidates.scorable > 0  # nothing to do for the others
-        rows = nodes + nodes_per_user
+        planned = nodes if nodes_per_tree is None else np.minimum(nodes, nodes_per_tree)
+        rows = planned + nodes_per_user
         same_as = same_work(users, prompts, labels, usable, items=self._task.gives_lists)
         return Prepared(
             users=users,
             prompts=prompts,
             labels=labels,
             tree_rows=nodes,
+            planned_rows=planned,
             cost=prompts.lengths + rows,
             candidate_tokens=candidate_tokens,
             shared_tree=shared_tree,

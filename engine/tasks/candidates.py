@@ -19,13 +19,14 @@ class CandidateRunner:
     """Scores every candidate of every user of a pass."""
 
     nodes_per_user = 0
+    nodes_per_tree: int | None = None
 
     def __init__(self, preparation: Preparation) -> None:
         self.preparation = preparation
 
     def most_nodes(self, prepared: Prepared, pack: Ints, max_rows: int) -> int:
         """Nodes of the users' token trees, as far as they are kept at a time."""
-        return min(int(prepared.tree_rows[pack].sum()), max_rows)
+        return min(int(prepared.planned_rows[pack].sum()), max_rows)
 
     def run(self, one: Pass) -> Answer:
         """Scores of every candidate that its user may get."""
@@ -37,8 +38,12 @@ class CandidateRunner:
         labels = prepared.labels.of_user.lengths[one.pack] if prepared.labels else None
         failed = np.zeros(one.users.num_users, dtype=bool)
         failed[scored.user[unsound(scored, labels)]] = True
-        naive = candidates.lengths * one.prompt_tokens + prepared.candidate_tokens[one.pack]
+        naive = self.naive(one, candidates)
         return Answer(scored=scored, nodes=nodes, naive=naive, failed=failed)
+
+    def naive(self, one: Pass, candidates: CandidateSets) -> Ints:
+        """Tokens, if every candidate sent the prompt again `[U]`."""
+        return candidates.lengths * one.prompt_tokens + one.prepared.candidate_tokens[one.pack]
 
     def score(
         self, one: Pass, candidates: CandidateSets, tree: TokenTree

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from engine.search.cost import usual_nodes
 from engine.tasks.task import Answer, Load, Pass, Runner, Setup, Task
 from engine.trees.exclusions import EligibleTrie, dead_nodes
 from schemas.gates import GateResult, threshold
@@ -14,8 +17,8 @@ from schemas.settings import GenerateSettings
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.generate.frontier import SegmentMask
     from engine.packing.preparation import Prepared
+    from engine.search.masks import SegmentMask
     from schemas.requests import Ints
 
 
@@ -74,17 +77,22 @@ class Generate(Task):
             setup.backend.start_beams(
                 width=widths[0], steps=trie.depth, prompt_tokens=config.prompt.max_tokens
             )
+        nodes = nodes_per_prompt(trie, widths)
+        if self.settings.search != "beam" and not native:
+            nodes = min(nodes, usual_nodes(config.task.k))
         return _Generating(
             self.settings,
             setup,
             widths=widths,
             k=min(config.task.k, trie.num_sids),
-            nodes_per_user=nodes_per_prompt(trie, widths),
+            nodes_per_user=nodes,
             native=native,
         )
 
 
 class _Generating:
+    nodes_per_tree: int | None = None
+
     def __init__(
         self,
         settings: GenerateSettings,
@@ -125,7 +133,7 @@ class _Generating:
                 dead=dead,
                 segments=segments,
             )
-        naive = beams.width * (one.prompt_tokens + depth - 1)
+        naive = np.maximum(beams.width, max(self._widths)) * (one.prompt_tokens + depth - 1)
         return Answer(generated=beams, nodes=nodes, naive=naive, failed=failed, native=native)
 
     def _masks(self, users: UserBatch) -> tuple[Tensor | None, SegmentMask | None]:
@@ -140,7 +148,7 @@ class _Generating:
         self, eligibility: Eligibility | None
     ) -> tuple[EligibleTrie | None, SegmentMask | None]:
         """The trie as the batch's segments see it; propagated once for all packs of a shard."""
-        from engine.generate.frontier import SegmentMask
+        from engine.search.masks import SegmentMask
 
         if eligibility is None:
             return None, None

@@ -73,12 +73,14 @@ class Answer:
     scored: ItemScores | None = None
     generated: SidBeams | None = None
     native: NativeBeams | None = None
+    rounds: Ints | None = None  # [U] passes of a search behind the prompt; None: it was none
 
 
 class Runner(Protocol):
     """A task that gives lists, at work in an engine."""
 
     nodes_per_user: int  # that hang from each prompt, besides those of its candidates
+    nodes_per_tree: int | None  # of a user's candidates that are forwarded, mostly; None: all
 
     def most_nodes(self, prepared: Prepared, pack: Ints, max_rows: int) -> int:
         """Nodes that it appends at a time to the context of a pack."""

@@ -58,13 +58,7 @@ def without_forbidden(scored: ItemScores, users: UserBatch) -> ItemScores:
     assert users.candidates is not None, "scored without candidates"
     if not users.candidates.shared:
         return scored  # a set of one's own holds none
-    allowed = np.ones(len(scored.user), dtype=bool)
-    if users.excluded is not None and len(users.excluded.values):
-        size = int(max(scored.item.max(initial=0), users.excluded.values.max())) + 1
-        gone = users.excluded.row_ids * size + users.excluded.values
-        allowed &= ~np.isin(scored.user * size + scored.item, gone)
-    if users.eligibility is not None:
-        allowed &= users.eligibility.of(scored.user, scored.item)
+    allowed = allowed_items(scored.user, scored.item, users)
     if allowed.all():
         return scored
     labels = None if scored.labels is None else scored.labels[allowed]
@@ -74,6 +68,18 @@ def without_forbidden(scored: ItemScores, users: UserBatch) -> ItemScores:
         score=scored.score[allowed],
         labels=labels,
     )
+
+
+def allowed_items(user: Ints, item: Ints, users: UserBatch) -> NDArray[np.bool_]:
+    """Whether each user may get each item: not excluded, and eligible; elementwise."""
+    allowed = np.ones(len(user), dtype=bool)
+    if users.excluded is not None and len(users.excluded.values):
+        size = int(max(item.max(initial=0), users.excluded.values.max())) + 1
+        gone = users.excluded.row_ids * size + users.excluded.values
+        allowed &= ~np.isin(user * size + item, gone)
+    if users.eligibility is not None:
+        allowed &= users.eligibility.of(user, item)
+    return allowed
 
 
 def unsound(scored: ItemScores, labels: Ints | None) -> NDArray[np.bool_]:

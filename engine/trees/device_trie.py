@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.backend import Norm, TokenColumns
 from engine.trees.sid_trie import SidTrie
+from schemas.requests import Ints
 from schemas.semantic_ids import ItemTokens
 from schemas.settings import QuotaSettings, ScoreNorm
 
@@ -23,6 +24,7 @@ class Quota:
     level: int
     max_items: int
     group_of_sid: Tensor  # [S] node of the sid's first `level` codes
+    group_of_node: Tensor  # [V] the same of a node; itself further up
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,11 @@ class DeviceTrie:
     code: Tensor  # [V] column of the node's token inside its level's codebook
     token: Tensor  # [V] token id of the node; 0 for the root
     sid: Tensor  # [V] -1 for inner nodes
+    depth: Tensor  # [V]
     columns: tuple[TokenColumns, ...]  # per level
     norms: tuple[Norm, ...]  # per level
+    every_column: TokenColumns  # of all levels, one set after another
+    shift: Tensor  # [L + 1] what a code of a node at each depth is moved by among these
     device: torch.device
     quota: Quota | None = None
 
@@ -70,12 +75,19 @@ def to_device(
     columns = tuple(one_set[id(ids)] for ids in levels)
     norms = tuple(Norm(norm, level if norm == "level" else None) for level in columns)
     if norm == "sid_range":
-        every = TokenColumns(np.unique(np.concatenate(tokens.token_ids)))
-        norms = tuple(Norm(norm, every) for _ in columns)
+        space = TokenColumns(np.unique(np.concatenate(tokens.token_ids)))
+        norms = tuple(Norm(norm, space) for _ in columns)
+
+    every, shift = _side_by_side(columns)
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
 
+    groups = None
+    if quota is not None:
+        of_node = put(trie.above(np.arange(trie.num_nodes), quota.level))
+        of_sid = put(trie.prefix_of_sid(quota.level))
+        groups = Quota(quota.level, quota.max_items, of_sid, of_node)
     return DeviceTrie(
         trie=trie,
         first_child=put(trie.first_child),
@@ -83,10 +95,22 @@ def to_device(
         code=put(code),
         token=put(token),
         sid=put(trie.sid_of_node),
+        depth=put(trie.depth_of_node),
         columns=columns,
         norms=norms,
+        every_column=every,
+        shift=put(shift),
         device=device,
-        quota=None
-        if quota is None
-        else Quota(quota.level, quota.max_items, put(trie.prefix_of_sid(quota.level))),
+        quota=groups,
     )
+
+
+def _side_by_side(columns: tuple[TokenColumns, ...]) -> tuple[TokenColumns, Ints]:
+    """The columns of all levels as one set, and where those of each depth begin `[L + 1]`."""
+    distinct = list(dict.fromkeys(columns))
+    begin = np.cumsum([0, *(len(one.token_ids) for one in distinct)])
+    shift = [0, *(begin[distinct.index(one)] for one in columns)]
+    every = distinct[0]
+    if len(distinct) > 1:
+        every = TokenColumns(np.concatenate([one.token_ids for one in distinct]))
+    return every, np.asarray(shift, dtype=np.int64)

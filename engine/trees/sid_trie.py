@@ -111,7 +111,10 @@ class SidTrie:
 
     def prefix_of_sid(self, level: int) -> Int64s:
         """The node of each sid's first `level` codes, or its leaf when it is shorter `[S]`."""
-        node = self.node_of_sid.astype(np.int64)
+        return self.above(self.node_of_sid.astype(np.int64), level)
+
+    def above(self, node: Int64s, level: int) -> Int64s:
+        """The nodes at depth `level` that lead to these, or these where they are not deeper."""
         for _ in range(self.depth - level):
             node = np.where(self.depth_of_node[node] > level, self.parent[node], node)
         return node

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.backend import Backend, PackedPrompts
 from engine.decoding import Decoding
-from engine.generate.search import Beams, beam_search
+from engine.generate.beam_search import Beams, beam_search
 from engine.scoring.items import score_items
 from engine.trees.device_trie import DeviceTrie, to_device
 from engine.trees.sid_trie import SidTrie, build_trie

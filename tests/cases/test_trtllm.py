@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.decoding import Decoding
+from engine.generate.beam_search import beam_search
 from engine.generate.native_beams import search_natively
-from engine.generate.search import beam_search
 from schemas.errors import ShardFailedError
 from schemas.settings import GenerateSettings
 from tests.cases.helpers import index_of, pack, score, search

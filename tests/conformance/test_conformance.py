@@ -11,8 +11,8 @@ import torch
 
 from engine.backend import PackedPrompts, TokenColumns
 from engine.decoding import Decoding
+from engine.generate.beam_search import beam_search
 from engine.generate.native_beams import NativeBackend, search_natively
-from engine.generate.search import beam_search
 from engine.prompts.labels import LabelTokens
 from engine.scoring.items import score_in_parts, score_items
 from engine.scoring.labels import label_items

@@ -170,7 +170,7 @@ def test_beams_that_step_in_parts_give_the_same_rows(nightshelf, tmp_path, monke
     nightshelf("run", config)
     want = published(tmp_path)
     assert want["exact"].all()
-    monkeypatch.setattr("engine.generate.search._MAX_SLOTS", 50)
+    monkeypatch.setattr("engine.generate.beam_search._MAX_SLOTS", 50)
     nightshelf("run", config, "--set", f"run.work_dir={tmp_path / 'other'}")
     assert_frame_equal(published(tmp_path).drop("run_id"), want.drop("run_id"))
 

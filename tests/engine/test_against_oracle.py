@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.decoding import Decoding
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.scoring.items import score_items
 from engine.trees.device_trie import to_device
 from engine.trees.exclusions import dead_nodes

@@ -18,11 +18,11 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.fused_layers import Steps, use_fused_layers
 from engine.backends.torch.varlen import Kernels, combine, find_flash, library_flash, plain, right
 from engine.decoding import Decoding
-from engine.generate.frontier import SegmentMask
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.prompts.labels import LabelTokens
 from engine.scoring.items import score_in_parts
 from engine.scoring.labels import label_items
+from engine.search.masks import SegmentMask
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
 from schemas.requests import Ragged
@@ -195,7 +195,7 @@ def all_of_them(chosen):
 def on_gpu(model_folder, monkeypatch):
     monkeypatch.setattr("engine.backends.torch.code_paths.find_prepack", lambda: None)
     backend = TorchBackend(model_folder, "bfloat16", CPU)
-    monkeypatch.setattr("engine.generate.search._indices", all_of_them)
+    monkeypatch.setattr("engine.generate.beam_search._indices", all_of_them)
     monkeypatch.setattr(
         "engine.backends.torch.fused_layers._is_plain", lambda norm: True
     )  # at start-up

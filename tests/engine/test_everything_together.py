@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.decoding import Decoding
-from engine.generate.frontier import SegmentMask
-from engine.generate.search import search
+from engine.generate.beam_search import search_by_beams as search
 from engine.scoring.items import score_in_parts
+from engine.search.masks import SegmentMask
 from engine.trees.device_trie import to_device
 from engine.trees.exclusions import EligibleTrie, dead_nodes
 from engine.trees.sid_trie import EndCodes, build_trie

@@ -14,8 +14,8 @@ import torch
 from engine.backend import Targets
 from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
-from engine.generate.frontier import SegmentMask
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
+from engine.search.masks import SegmentMask
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
 from schemas.settings import QuotaSettings
@@ -48,7 +48,7 @@ class Search:
         self.prompts = random_prompts(rng, NUM_USERS, longest=12)
 
     def __call__(self, backend, *, least, k=4, width=64, users=None, **masks):
-        self.monkeypatch.setattr("engine.generate.search._LEAST_ROWS", {"cpu": least})
+        self.monkeypatch.setattr("engine.generate.beam_search._LEAST_ROWS", {"cpu": least})
         context = backend.prefill(prompts_of(self.prompts), 0)
         users = torch.arange(NUM_USERS) if users is None else users
         widths = (width,) * self.trie.depth

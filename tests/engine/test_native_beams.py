@@ -11,13 +11,13 @@ import torch
 
 from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
+from engine.generate.beam_search import beam_search
 from engine.generate.native_beams import (
     match_catalog,
     search_natively,
     sids_of,
     uses_native_beams,
 )
-from engine.generate.search import beam_search
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
 from pipelines.planning.engine_check import backend_problems

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.decoding import Decoding
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
 from schemas.settings import QuotaSettings
@@ -47,9 +47,11 @@ def no_waiting(monkeypatch):
         raise AssertionError("a tensor was read by the host")
 
     monkeypatch.setattr("engine.backends.torch.passes._on_cpu", lambda context: False)
-    monkeypatch.setattr("engine.generate.search._LEAST_ROWS", {"cpu": 1})
+    monkeypatch.setattr("engine.generate.beam_search._LEAST_ROWS", {"cpu": 1})
     # Behind the levels, between parts of the last one, the host waits once on purpose.
-    monkeypatch.setattr("engine.generate.search._indices", lambda chosen: torch.arange(len(chosen)))
+    monkeypatch.setattr(
+        "engine.generate.beam_search._indices", lambda chosen: torch.arange(len(chosen))
+    )
 
     def watch():
         for name in ("numpy", "tolist", "cpu", "__array__"):

@@ -12,9 +12,9 @@ import torch
 from engine.backend import NodeBatch, Targets
 from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
+from engine.generate.beam_search import search_by_beams as search
 from engine.generate.bounds import nodes_per_prompt
 from engine.generate.plain import plain_search
-from engine.generate.search import search
 from engine.trees.device_trie import to_device
 from engine.trees.exclusions import dead_nodes
 from engine.trees.sid_trie import build_trie

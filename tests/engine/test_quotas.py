@@ -11,9 +11,9 @@ import torch
 
 from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
-from engine.generate.frontier import sort_key
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.scoring.items import score_items
+from engine.search.pool import sort_key
 from engine.trees.device_trie import to_device
 from engine.trees.quotas import beams_per_group, place_in_group
 from engine.trees.sid_trie import build_trie

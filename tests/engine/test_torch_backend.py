@@ -11,7 +11,7 @@ from engine.backends.torch.backend import TorchBackend
 from engine.backends.torch.head import _COLUMNS, _ROWS, Head
 from engine.backends.torch.tree_attention import _MAX_SCORES
 from engine.decoding import Decoding
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.prompts.projector import load_projector
 from engine.scoring.items import score_items
 from engine.trees.device_trie import to_device

@@ -18,7 +18,7 @@ from engine.backends.trtllm.context import TrtllmContext
 from engine.backends.trtllm.memory import plan_beams, plan_encode
 from engine.backends.trtllm.packing import DELIMITER, CallBudget, plan_calls
 from engine.decoding import Decoding
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.prompts.labels import LabelTokens
 from engine.scoring.items import score_in_parts, score_items
 from engine.scoring.labels import label_items

@@ -18,7 +18,7 @@ from engine.backends.checked import checked
 from engine.backends.fake.backend import FakeBackend
 from engine.decoding import Decoding
 from engine.engine import open_engine
-from engine.generate.search import beam_search
+from engine.generate.beam_search import beam_search
 from engine.scoring.items import score_in_parts
 from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie

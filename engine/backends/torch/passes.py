@@ -25,7 +25,8 @@ from engine.row_tiles import LEAST_KEYS, TILE, padded, row_chunks
 from schemas.requests import Ints
 
 ROWS_PER_THREAD = 1024  # of one pass on a CPU
-_PADDED_SLOTS = 1.25  # most slots per node when prompts share a block
+_PADDED_SLOTS = 2  # most slots of a block for each that its prompts would have apart; a block costs
+# about as much as these save, and the slots of a tree are few beside the keys of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +195,16 @@ def _blocks(prompt: Ints, lengths: Ints, independent: bool) -> list[Block]:
     """Runs of neighbouring prompts with about as many nodes each; `prompt` `[n]` is ascending."""
     ids, starts, counts = np.unique(prompt, return_index=True, return_counts=True)
     ends, blocks, i = starts + counts, [], 0
+    apart = (
+        -(-counts // TILE) * TILE if independent else counts
+    )  # slots of each in a block of its own
     while i < len(ids):
-        j, most = i + 1, int(counts[i])
+        j, slots, total = i + 1, int(apart[i]), int(apart[i])
         while j < len(ids) and ids[j] == ids[j - 1] + 1:
-            wider = max(most, int(counts[j]))
-            if wider * (j + 1 - i) > _PADDED_SLOTS * (ends[j] - starts[i]):
+            wider, total = max(slots, int(apart[j])), total + int(apart[j])
+            if wider * (j + 1 - i) > _PADDED_SLOTS * total:
                 break
-            j, most = j + 1, wider
-        slots = padded(most, TILE) if independent else most
+            j, slots = j + 1, wider
         place = None
         if (counts[i:j] != slots).any():
             place = torch.from_numpy(

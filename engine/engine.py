@@ -28,6 +28,7 @@ from engine.trees.device_trie import DeviceTrie, to_device
 from engine.trees.sid_trie import SidTrie
 from schemas.errors import EngineError, NightshelfError, is_panic
 from schemas.requests import BatchResult, Ints, UserBatch
+from schemas.search_work import SearchWork
 from schemas.settings import RunConfig
 
 _OUT_OF_MEMORY = "out of memory"  # as CUDA and TensorRT-LLM say it without a type of its own
@@ -121,6 +122,7 @@ class Engine:
             rows=sent,
             rows_naive=np.sum([answer.naive for answer in answers], axis=0),
             native=next((a.native for a in answers if a.native is not None), None),
+            search=SearchWork.total([answer.search for answer in answers]),
         )
 
     @torch.inference_mode()

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from schemas.search_work import SearchWork
+
 Ints = NDArray[np.int64]
 UNSCORED = np.finfo(np.float32).min  # "score" of what the model gave probability 0
 T = TypeVar("T", bound=np.generic)
@@ -252,9 +254,7 @@ class SidBeams:
     score: NDArray[np.float32]  # [M], nats
     pruned: NDArray[np.float32]  # [U] best score of a prefix that was dropped; -inf: none was
     legal_mass: NDArray[np.float32]  # [U] probability that the first token stays in the catalog
-    width: Ints  # [U] widest level of a beam; 0: none was needed
-    rounds: Ints  # [U] passes of the model behind the prompt
-    stopped: NDArray[np.bool_]  # [U] a best-first search that ended as a beam
+    width: Ints  # [U] widest level that was forwarded
 
     def spread(self, of: Ints) -> SidBeams:
         """See `BatchResult.spread`."""
@@ -266,8 +266,6 @@ class SidBeams:
             pruned=self.pruned[of],
             legal_mass=self.legal_mass[of],
             width=self.width[of],
-            rounds=self.rounds[of],
-            stopped=self.stopped[of],
         )
 
 
@@ -310,6 +308,7 @@ class BatchResult:
     rows: Ints  # [U] rows forwarded through the model for this user, the prompt's included
     rows_naive: Ints  # [U] rows if every candidate and every beam sent the prompt again
     native: NativeBeams | None = None  # where generated items come from the engine's own beams
+    search: SearchWork | None = None  # None: everything was scored, nothing searched
 
     @classmethod
     def join(cls, parts: list[BatchResult]) -> BatchResult:
@@ -334,7 +333,7 @@ class BatchResult:
                 labels=join_labels([part.scored.labels for part in parts if part.scored]),
             )
         if parts[0].generated is not None:
-            names = ("sid", "score", "pruned", "legal_mass", "width", "rounds", "stopped")
+            names = ("sid", "score", "pruned", "legal_mass", "width")
             arrays = {name: joined("generated", name) for name in names}
             generated = SidBeams(user=users("generated"), **arrays)
         return cls(
@@ -345,6 +344,7 @@ class BatchResult:
             rows=np.concatenate([part.rows for part in parts]),
             rows_naive=np.concatenate([part.rows_naive for part in parts]),
             native=NativeBeams.total(part.native for part in parts),
+            search=SearchWork.join([(part.num_users, part.search) for part in parts]),
         )
 
     def spread(self, of: Ints) -> BatchResult:
@@ -361,4 +361,5 @@ class BatchResult:
             rows=np.where(first, self.rows[of], 0),
             rows_naive=self.rows_naive[of],
             native=self.native,
+            search=None if self.search is None else self.search.take(of),
         )

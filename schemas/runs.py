@@ -105,6 +105,10 @@ class Counts(Record):
     unknown_history_items: int = 0  # of those: not in the catalog, so no part of a prompt
     rows_forwarded: int = 0
     rows_naive: int = 0
+    users_searched: int = 0  # best first, or by beams
+    users_stopped: int = 0  # of those: the search ended as a beam
+    search_nodes: int = 0  # prefixes that searches forwarded
+    search_rounds: int = 0  # passes behind the prompts
 
     def __add__(self, other: Counts) -> Counts:
         mine, theirs = self.model_dump(), other.model_dump()
@@ -314,6 +318,9 @@ class RunManifest(Stored):
             "rows_quarantined": c.rows_quarantined,
             "exact_share": _share(c.users_exact, c.users_recommended),
             "beam_widths": self._beam_widths(),
+            "nodes_per_user": _ratio(c.search_nodes, c.users_searched),
+            "rounds_per_user": _ratio(c.search_rounds, c.users_searched),
+            "stopped_share": _share(c.users_stopped, c.users_searched),
             **self._native_summary(),
             "legal_mass": self._legal_mass(),
             "unknown_history_items": c.unknown_history_items,
@@ -345,6 +352,10 @@ class RunManifest(Stored):
 
 def _rounded(value: float | None, factor: float = 1.0) -> float | None:
     return None if value is None else round(value * factor, 4)
+
+
+def _ratio(total: int, users: int) -> float | None:
+    return round(total / users, 2) if users else None
 
 
 def _share(part: int, whole: int) -> float | None:

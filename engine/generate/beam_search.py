@@ -42,7 +42,8 @@ from engine.search.masks import Mask, SegmentMask
 from engine.search.pool import Pool
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.quotas import beams_per_group
-from schemas.requests import UNSCORED, Ints, SidBeams
+from schemas.requests import UNSCORED, SidBeams
+from schemas.search_work import SearchWork
 from schemas.settings import GenerateSettings
 
 _MAX_SLOTS = 1 << 24  # child slots of the beams that step together; bounds a step's memory
@@ -90,8 +91,6 @@ class Beams:
             pruned=self.pruned.cpu().numpy(),
             legal_mass=self.legal_mass.cpu().numpy(),
             width=self.width.cpu().numpy(),
-            rounds=self.rounds.cpu().numpy(),
-            stopped=np.zeros(len(score), dtype=bool),
         )
 
 
@@ -103,8 +102,8 @@ def search_by_beams(
     k: int,
     dead: Tensor | None = None,
     segments: SegmentMask | None = None,
-) -> tuple[SidBeams, NDArray[np.bool_], Ints]:
-    """The best k SIDs of every prompt of the context, whose search failed, and nodes forwarded.
+) -> tuple[SidBeams, NDArray[np.bool_], SearchWork]:
+    """The best k SIDs of every prompt of the context, whose search failed, and what it took.
 
     With `settings.exact`, who is not certified is searched again with twice the width, over the
     same prefill, until everyone is or `settings.max_width` is reached.
@@ -129,7 +128,9 @@ def search_by_beams(
             widths = tuple(min(2 * max(width, 1), settings.max_width) for width in widths)
             beams.replace(uncertified, beams_of(uncertified, widths))
             uncertified = beams.uncertified()
-    return beams.lists(), beams.failed.cpu().numpy(), beams.nodes.cpu().numpy()
+    nodes, rounds = beams.nodes.cpu().numpy(), beams.rounds.cpu().numpy()
+    work = SearchWork(nodes=nodes, rounds=rounds, stopped=np.zeros(len(nodes), dtype=bool))
+    return beams.lists(), beams.failed.cpu().numpy(), work
 
 
 def beam_search(

@@ -156,8 +156,6 @@ def search_natively(
         pruned=np.full(num, np.inf, dtype=np.float32),  # no certificate
         legal_mass=nothing_known,
         width=np.full(num, width, dtype=np.int64),
-        rounds=np.full(num, decoding.index.trie.depth, dtype=np.int64),
-        stopped=np.zeros(num, dtype=bool),
     )
     return beams, failed, counts
 

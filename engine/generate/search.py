@@ -24,7 +24,8 @@ from engine.search.masks import Mask, SegmentMask
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.search_tree import catalog_tree
 from engine.trees.sid_trie import SidTrie
-from schemas.requests import UNSCORED, Ints, SidBeams
+from schemas.requests import UNSCORED, SidBeams
+from schemas.search_work import SearchWork
 from schemas.settings import GenerateSettings
 
 _FIRST = 16  # prefixes of a prompt in the first rounds; fewer take more rounds for no fewer of them
@@ -41,8 +42,8 @@ def search(
     k: int,
     dead: Tensor | None = None,
     segments: SegmentMask | None = None,
-) -> tuple[SidBeams, NDArray[np.bool_], Ints]:
-    """The best k SIDs of every prompt of the context, whose search failed, and nodes forwarded.
+) -> tuple[SidBeams, NDArray[np.bool_], SearchWork]:
+    """The best k SIDs of every prompt of the context, whose search failed, and what it took.
 
     Args:
         widths: beams kept after each level, of the search that ends as a beam or is one.
@@ -60,8 +61,12 @@ def search(
     parts = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]
     found = [best_first(decoding, tree, Mask(part, dead, segments), limits) for part in parts]
     failed = torch.cat([one.failed_for_good for one in found]).cpu().numpy()
-    nodes = torch.cat([one.nodes for one in found]).cpu().numpy()
-    return _lists(found, max(widths), index.norms[0].kind == "full_vocab"), failed, nodes
+    work = SearchWork(
+        nodes=torch.cat([one.nodes for one in found]).cpu().numpy(),
+        rounds=torch.cat([one.rounds for one in found]).cpu().numpy(),
+        stopped=torch.cat([one.stopped for one in found]).cpu().numpy(),
+    )
+    return _lists(found, max(widths), index.norms[0].kind == "full_vocab"), failed, work
 
 
 def limits_of(
@@ -123,6 +128,4 @@ def _lists(found: list[Found], width: int, mass: bool) -> SidBeams:
         pruned=np.maximum(joined("dropped"), refused),
         legal_mass=joined("legal_mass") if mass else np.full(len(score), np.nan, np.float32),
         width=np.where(joined("stopped"), width, 0),
-        rounds=joined("rounds"),
-        stopped=joined("stopped"),
     )

@@ -19,6 +19,7 @@ from engine.search.masks import Mask
 from engine.trees.search_tree import candidate_forest
 from engine.trees.token_tree import TokenTree
 from schemas.requests import Ints, ItemScores, Ragged
+from schemas.search_work import SearchWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +28,7 @@ class Ranking:
 
     scored: ItemScores
     failed: NDArray[np.bool_]  # no log-probability where it could have changed the list
-    nodes: Ints  # forwarded
-    rounds: Ints
+    work: SearchWork
 
 
 def rank_candidates(
@@ -63,8 +63,11 @@ def rank_candidates(
     return Ranking(
         scored=scored,
         failed=failed.cpu().numpy(),
-        nodes=found.nodes.cpu().numpy(),
-        rounds=found.rounds.cpu().numpy(),
+        work=SearchWork(
+            nodes=found.nodes.cpu().numpy(),
+            rounds=found.rounds.cpu().numpy(),
+            stopped=found.stopped.cpu().numpy(),
+        ),
     )
 
 

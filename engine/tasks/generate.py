@@ -117,7 +117,7 @@ class _Generating:
         from engine.generate.native_beams import search_natively
         from engine.generate.search import search
 
-        depth, native = self._index.trie.depth, None
+        depth, native, work = self._index.trie.depth, None, None
         if self._native:
             beams, failed, native = search_natively(
                 one.decoding, self._settings, k=self._k, max_rows=one.max_rows
@@ -125,7 +125,7 @@ class _Generating:
             nodes = beams.width * (depth - 1)  # the last token is not fed back
         else:
             dead, segments = self._masks(one.users)
-            beams, failed, nodes = search(
+            beams, failed, work = search(
                 one.decoding,
                 self._settings,
                 widths=self._widths,
@@ -133,8 +133,11 @@ class _Generating:
                 dead=dead,
                 segments=segments,
             )
+            nodes = work.nodes
         naive = np.maximum(beams.width, max(self._widths)) * (one.prompt_tokens + depth - 1)
-        return Answer(generated=beams, nodes=nodes, naive=naive, failed=failed, native=native)
+        return Answer(
+            generated=beams, nodes=nodes, naive=naive, failed=failed, native=native, search=work
+        )
 
     def _masks(self, users: UserBatch) -> tuple[Tensor | None, SegmentMask | None]:
         """The prefixes that each user may not enter, and those that its segment may."""

@@ -80,10 +80,10 @@ class _Scoring(CandidateRunner):
             return None
         return Answer(
             scored=ranking.scored,
-            nodes=ranking.nodes,
+            nodes=ranking.work.nodes,
             naive=self.naive(one, candidates),
             failed=ranking.failed,
-            rounds=ranking.rounds,
+            search=ranking.work,
         )
 
     def score(

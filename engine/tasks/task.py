@@ -19,6 +19,7 @@ from schemas.errors import NightshelfError
 from schemas.gates import GateResult
 from schemas.requests import Ints, ItemScores, NativeBeams, SidBeams, UserBatch
 from schemas.runs import Counts, ShardReceipt
+from schemas.search_work import SearchWork
 from schemas.settings import RunConfig
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Answer:
     scored: ItemScores | None = None
     generated: SidBeams | None = None
     native: NativeBeams | None = None
-    rounds: Ints | None = None  # [U] passes of a search behind the prompt; None: it was none
+    search: SearchWork | None = None  # None: it did not search
 
 
 class Runner(Protocol):

@@ -43,6 +43,7 @@ def print_summary(manifest: RunManifest, output: Output) -> None:
         ("  nothing eligible", f"{summary['users_without_eligible']:,}"),
         ("rows published", _rows(summary)),
         ("exact lists", percent(summary["exact_share"])),
+        ("search", _search(summary)),
         ("beam widths", _widths(summary["beam_widths"])),
         ("legal mass", _number(summary["legal_mass"])),
         ("distinct lists", percent(summary["distinct_lists"])),
@@ -101,6 +102,15 @@ def _cost(summary: dict[str, Any]) -> str:
         return f"{hours}; set run.price_per_hour for a price"
     per_million = summary["cost_per_million_users"]
     return f"{summary['cost']:,.2f} for {hours}; {per_million:,.2f} per million users"
+
+
+def _search(summary: dict[str, Any]) -> str:
+    """How far the searches went, and how many ran into their budget."""
+    if summary["nodes_per_user"] is None:
+        return "-"
+    nodes, rounds = summary["nodes_per_user"], summary["rounds_per_user"]
+    stopped = percent(summary["stopped_share"])
+    return f"{nodes:.1f} prefixes in {rounds:.1f} rounds per user; {stopped} ended as beams"
 
 
 def _widths(widths: dict[int, int] | None) -> str:

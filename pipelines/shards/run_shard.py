@@ -243,6 +243,10 @@ def _count(data: ShardInput, scores: ShardScores, rows_quarantined: int) -> Coun
             "truncated_tokens": int(scores.truncated_tokens[kept].sum()),
             "rows_forwarded": int(scores.rows.sum()),
             "rows_naive": int(scores.rows_naive.sum()),
+            "users_searched": int((scores.search.rounds[kept] > 0).sum()),
+            "users_stopped": int(scores.search.stopped[kept].sum()),
+            "search_nodes": int(scores.search.nodes[kept].sum()),
+            "search_rounds": int(scores.search.rounds[kept].sum()),
         }
     )
 

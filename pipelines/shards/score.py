@@ -16,6 +16,7 @@ from pipelines.inputs.read_batches import ShardInput
 from pipelines.inputs.row_rules import QuarantinedRow
 from pipelines.shards.rank import Ranked, rank_batch
 from schemas.requests import BatchResult, Ints, NativeBeams, Ragged, Rejection, join_labels
+from schemas.search_work import SearchWork
 from schemas.settings import TaskSettings
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class ShardScores:
     widths: Ints  # [U] widest beam; 0: none was used
     quarantined: list[QuarantinedRow]
     engine_seconds: float
+    search: SearchWork  # [U] nothing where no search was needed
     native: NativeBeams | None = None
 
 
@@ -101,6 +103,7 @@ class _Lists:
         self._widths = np.zeros(num, dtype=np.int64)
         self._reused = np.zeros(num, dtype=np.int64)
         self._native: list[NativeBeams | None] = []
+        self._search = SearchWork.none(num)
 
     def add(self, pack: Ints, result: BatchResult) -> None:
         """Rank the users of one pack."""
@@ -126,6 +129,8 @@ class _Lists:
             self._legal_mass[pack] = result.generated.legal_mass
             self._widths[pack] = result.generated.width
         self._native.append(result.native)
+        if result.search is not None:
+            self._search.put(pack, result.search)
         self._parts.append((pack, ranked))
 
     def scores(self, engine_seconds: float) -> ShardScores:
@@ -158,6 +163,7 @@ class _Lists:
             quarantined=self._quarantined,
             engine_seconds=engine_seconds,
             native=NativeBeams.total(self._native),
+            search=self._search,
         )
 
 

@@ -107,12 +107,13 @@ def outcome_rows(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> pa.Ta
 
 
 def _reasons(plan: RunPlan, shard: ShardInput, scores: ShardScores) -> np.ndarray:
-    """Why a user got fewer than k items; None where it got k."""
+    """Why a user got fewer than k items, or maybe others; None where it got its best k."""
     reason = np.full(len(scores.returned), None, dtype=object)
     short = scores.returned < shard.k
     if plan.config.task.searches_catalog:
         reason[short & scores.exact] = "catalog_exhausted"
         reason[short & ~scores.exact] = "beam_exhausted"
+        reason[scores.search.stopped & ~scores.exact] = "budget"
         reason[scores.unscored] = "model_gave_no_score"
         return reason
     candidates = shard.users.candidates

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from engine.prompts.projector import UserProjector, load_projector
 from engine.prompts.tokenizer import load_tokenizer
 from engine.tasks import tasks_of
 from engine.tasks.embed import Embed
-from engine.tasks.task import Pass, Runner, Setup
+from engine.tasks.task import Answer, Pass, Runner, Setup
 from engine.trees.device_trie import DeviceTrie, to_device
 from engine.trees.sid_trie import SidTrie
 from schemas.errors import EngineError, NightshelfError, is_panic
@@ -110,7 +111,9 @@ class Engine:
         context = self._backend.prefill(packed, nodes)
         decoding = Decoding(self._backend, context, self._items)
         one = Pass(decoding=decoding, prepared=prepared, pack=pack, users=users, max_rows=max_rows)
-        answers = [runner.run(one) for runner in self._runners]
+        answers: list[Answer] = []
+        for runner in self._runners:
+            answers.append(runner.run(replace(one, scored=answers[-1].scored if answers else None)))
         sent = forwarded(context)
         if sent is None:
             sent = np.sum([packed.lengths, *(answer.nodes for answer in answers)], axis=0)

@@ -42,6 +42,7 @@ def search(
     k: int,
     dead: Tensor | None = None,
     segments: SegmentMask | None = None,
+    floor: Tensor | None = None,
 ) -> tuple[SidBeams, NDArray[np.bool_], SearchWork]:
     """The best k SIDs of every prompt of the context, whose search failed, and what it took.
 
@@ -50,6 +51,8 @@ def search(
         dead: sorted keys of the prefixes each prompt may not enter (`dead_nodes`), where `user` is
             the prompt's row in the context.
         segments: the prefixes that whole segments of prompts may enter.
+        floor: `[B]` scores that each prompt's list has k items above or at already; a best-first
+            search leaves out what is below.
     """
     if settings.search == "beam":
         return search_by_beams(decoding, settings, widths=widths, k=k, dead=dead, segments=segments)
@@ -59,7 +62,8 @@ def search(
     prompts = torch.arange(decoding.num_prompts, device=index.device)
     at_once = max(1, _MOST_CHILDREN // _most_children(index.trie, limits))
     parts = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]
-    found = [best_first(decoding, tree, Mask(part, dead, segments), limits) for part in parts]
+    masks = (Mask(part, dead, segments) for part in parts)
+    found = [best_first(decoding, tree, mask, limits, floor) for mask in masks]
     failed = torch.cat([one.failed_for_good for one in found]).cpu().numpy()
     work = SearchWork(
         nodes=torch.cat([one.nodes for one in found]).cpu().numpy(),

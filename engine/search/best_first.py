@@ -33,8 +33,8 @@ from engine.backend import NodeBatch
 from engine.decoding import Decoding
 from engine.search.children import Children, Prefixes, read_children
 from engine.search.masks import Mask
-from engine.search.pool import Pool, sort_key
-from engine.trees.quotas import place_in_group
+from engine.search.open_prefixes import Beam, Open
+from engine.search.pool import Pool
 from engine.trees.search_tree import SearchTree
 
 _MOST_OPEN = 4096  # prefixes kept for a prompt; more are dropped, and its certificate knows
@@ -53,6 +53,15 @@ class Limits:
     detect_flat: bool = False  # end as a beam where no result is in sight after a few rounds
     widths: tuple[int, ...] = ()  # of the beam that a search may end as, per level
     per_group: tuple[int | None, ...] = ()  # beams of a group of the quota, per level
+
+    def beam(self, levels: int, device: torch.device) -> Beam:
+        """The beam that searches of trees of so many levels end as."""
+        every = (0, *self.widths[: levels - 1], *(1,) * max(0, levels - 1 - len(self.widths)), 0)
+        per_group = None
+        if any(cap is not None for cap in self.per_group):
+            caps = [_MOST_OPEN if cap is None else cap for cap in self.per_group[: levels - 1]]
+            per_group = torch.tensor([_MOST_OPEN, *caps, _MOST_OPEN], device=device)
+        return Beam(torch.tensor(every, device=device), self.first, per_group)
 
     def in_round(self, number: int) -> int:
         """Prefixes of a prompt that a round forwards; rounds are numbered from 0."""
@@ -82,40 +91,18 @@ class Found:
         return self.failed | (self.refused & (self.pool.score[:, 0] == -torch.inf))
 
 
-def best_first(decoding: Decoding, tree: SearchTree, mask: Mask, limits: Limits) -> Found:
+def best_first(
+    decoding: Decoding, tree: SearchTree, mask: Mask, limits: Limits, floor: Tensor | None = None
+) -> Found:
     """The best `limits.k` leaves below the root of each prompt of the mask.
+
+    Args:
+        floor: score of each row of the context that results must reach; -inf: none.
 
     Raises:
         TooManyNodes: it would go beyond `limits.max_nodes`; what it appended is still there.
     """
-    return _Search(decoding, tree, mask, limits).run()
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """Prefixes that may still be expanded `[B, F]`, best first; score -inf where there is none."""
-
-    score: Tensor
-    node: Tensor  # of the tree
-    row: Tensor  # of the context, that the prefix before its last token ends in
-
-    def followed_by(self, other: _Open) -> _Open:
-        """Both, side by side."""
-        return _Open(
-            torch.cat([self.score, other.score], dim=1),
-            torch.cat([self.node, other.node], dim=1),
-            torch.cat([self.row, other.row], dim=1),
-        )
-
-    def ordered(self, places: Tensor) -> _Open:
-        """Those at these places `[B, F]`."""
-        return _Open(
-            self.score.gather(1, places), self.node.gather(1, places), self.row.gather(1, places)
-        )
-
-    def first(self, width: int) -> _Open:
-        """The first of each prompt."""
-        return _Open(self.score[:, :width], self.node[:, :width], self.row[:, :width])
+    return _Search(decoding, tree, mask, limits, floor).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,18 +120,26 @@ class _Chosen:
 class _Search:
     """The state of a search; `run` is the whole of it."""
 
-    def __init__(self, decoding: Decoding, tree: SearchTree, mask: Mask, limits: Limits) -> None:
+    def __init__(
+        self,
+        decoding: Decoding,
+        tree: SearchTree,
+        mask: Mask,
+        limits: Limits,
+        floor: Tensor | None,
+    ) -> None:
         prompts = mask.prompts
         num, self._device = len(prompts), prompts.device
         self._decoding, self._tree, self._mask, self._limits = decoding, tree, mask, limits
         self._pool = Pool.empty(prompts, limits.k)
-        none = prompts.new_empty((num, 0))
-        self._open = _Open(none.float(), none, none)
+        self._open = Open.none(prompts)
+        self._beam = limits.beam(tree.levels, self._device)
+        self._floor = None if floor is None else floor[prompts]
         self._dropped = torch.full((num,), -torch.inf, device=self._device)
         self._nan_score = self._dropped.clone()  # of the best prefix with a child that failed
         self._legal_mass = torch.full_like(self._dropped, torch.nan)
         self._refused = torch.zeros(num, dtype=torch.bool, device=self._device)
-        self._diving = self._refused.clone()
+        self._ending = self._refused.clone()
         self._nodes = torch.zeros(num, dtype=torch.int64, device=self._device)
         self._rounds = self._nodes.clone()
         # How many prefixes of each length were forwarded: what a beam that follows need not.
@@ -163,7 +158,9 @@ class _Search:
             chosen = self._choose()
             if chosen is not None:
                 chosen = self._forward(chosen)
-        failed = (self._nan_score > -torch.inf) & (self._nan_score >= self._pool.kth)
+        failed = (self._nan_score > -torch.inf) & (self._nan_score >= self._least)
+        if self._floor is not None:
+            self._refused &= self._floor == -torch.inf  # or others fill the list
         return Found(
             pool=self._pool,
             dropped=self._dropped,
@@ -171,9 +168,15 @@ class _Search:
             refused=self._refused,
             nodes=self._nodes,
             rounds=self._rounds,
-            stopped=self._diving,
+            stopped=self._ending,
             legal_mass=self._legal_mass,
         )
+
+    @property
+    def _least(self) -> Tensor:
+        """The score that still matters `[B]`."""
+        kth = self._pool.kth
+        return kth if self._floor is None else torch.maximum(kth, self._floor)
 
     def _roots(self) -> _Chosen:
         """The prompt ends, which need no forwarding."""
@@ -212,31 +215,21 @@ class _Search:
         self._refused |= dense(refused, 0).sum(dim=1) > 0
         score_BM, node_BM = dense(score, -torch.inf), dense(children.node, 0)
         self._pool = self._pool.collect(tree.index, tree.sid[node_BM], score_BM)
-        inner_BM = (tree.num_children[node_BM] > 0) & (score_BM >= self._pool.kth[:, None])
+        inner_BM = (tree.num_children[node_BM] > 0) & (score_BM >= self._least[:, None])
         score_BM = torch.where(inner_BM, score_BM, -torch.inf)
         row_BM = dense(prefixes.row[children.prefix], 0)
-        self._keep(self._open.followed_by(_Open(score_BM, node_BM, row_BM)))
-
-    def _keep(self, found: _Open) -> None:
-        """The best open prefixes in order; what is dropped for want of room is remembered."""
-        width = found.score.shape[1]
-        key = sort_key(found.score, found.node)
-        if width > _MOST_OPEN:
-            places = key.topk(_MOST_OPEN + 1, dim=1).indices
-            self._drop(found.score.gather(1, places[:, -1:])[:, 0])
-            self._open = found.ordered(places[:, :-1])
-        else:
-            self._open = found.ordered(key.argsort(dim=1, descending=True))
+        found = self._open.followed_by(Open(score_BM, node_BM, row_BM))
+        self._open, dropped = found.best(_MOST_OPEN)
+        if dropped is not None:
+            self._drop(dropped)
 
     def _drop(self, score: Tensor) -> None:
         self._dropped = torch.maximum(self._dropped, score)
 
     def _choose(self) -> _Chosen | None:
         """The prefixes that the next round forwards; None: there are none that could matter."""
-        kth, score = self._pool.kth[:, None], self._open.score
-        score = torch.where((score >= kth) & (score > -torch.inf), score, -torch.inf)
-        self._open = _Open(score, self._open.node, self._open.row)
-        num_open = (score > -torch.inf).sum(dim=1)
+        self._open = self._open.keep(self._open.score >= self._least[:, None])
+        num_open = self._open.real.sum(dim=1)
         most = self._limits.in_round(self._round)
         count = num_open.clamp(max=most)
         if self._may_dive(most):
@@ -270,9 +263,8 @@ class _Search:
         )
         # What was taken is no longer open; what is left of a row shrinks to the widest.
         left = self._open.first(max(width, slots))
-        score = left.score.clone()
-        score[:, :slots] = torch.where(taken, -torch.inf, score[:, :slots])
-        self._open = _Open(score, left.node, left.row)
+        places = torch.arange(left.score.shape[1], device=self._device)
+        self._open = left.keep(places >= count[:, None])
         return _Chosen(prefixes, count, children, num_children, most_children, slots)
 
     def _may_dive(self, most: int) -> bool:
@@ -286,52 +278,20 @@ class _Search:
         return limits.budget - used < most + levels * limits.first
 
     def _dive(self, num_open: Tensor, count: Tensor, most: int) -> Tensor:
-        """How many prefixes each prompt forwards `[B]`, where some searches end as beams.
-
-        Those take the best of their shallowest open prefixes, and drop the rest of that length.
-        Prefixes are put in the order in which they are taken.
-        """
+        """How many prefixes each prompt forwards `[B]`, where some searches end as beams."""
         limits, tree = self._limits, self._tree
         left = None if limits.budget is None else limits.budget - self._nodes
-        flat = torch.zeros_like(self._diving)
+        ends = torch.zeros_like(self._ending)
         if limits.detect_flat and self._round == tree.levels - 1:
-            flat |= self._pool.score[:, 0] == -torch.inf
+            ends |= self._pool.score[:, 0] == -torch.inf
         if left is not None:
-            flat |= left < most + tree.levels * limits.first
-        self._diving |= flat & (num_open > 0)
-        score = self._open.score
-        depth = torch.where(score > -torch.inf, tree.depth[self._open.node], tree.levels)
-        shallowest = depth.amin(dim=1, keepdim=True)
-        here = (depth == shallowest) & (score > -torch.inf) & self._diving[:, None]
-        here = here & ~self._over_quota(here, shallowest[:, 0])
-        widths = torch.tensor([0, *limits.widths, 0][: tree.levels + 1], device=self._device)
-        done = self._at_depth.gather(1, shallowest)[:, 0]
-        width = (widths[shallowest[:, 0]] - done).clamp(min=limits.first)
-        if left is not None:
-            steps = (tree.levels - shallowest[:, 0]).clamp(min=1)
-            width = torch.minimum(width, (left // steps).clamp(min=1))
-        width = torch.minimum(here.sum(dim=1), width)
-        order = (~here).to(torch.int8).argsort(dim=1, stable=True)
-        self._open = self._open.ordered(order)
-        score, depth = self._open.score, depth.gather(1, order)
-        place = torch.arange(score.shape[1], device=self._device)
-        gone = self._diving[:, None] & (depth == shallowest) & (place >= width[:, None])
-        self._drop(torch.where(gone, score, -torch.inf).amax(dim=1))
-        score = torch.where(gone, -torch.inf, score)
-        self._open = _Open(score, self._open.node, self._open.row)
-        return torch.where(self._diving, width, count)
-
-    def _over_quota(self, here: Tensor, shallowest: Tensor) -> Tensor:
-        """Prefixes of groups of the quota that hold their share of a beam already `[B, F]`."""
-        group, caps = self._tree.group, self._limits.per_group
-        if group is None or not any(caps):
-            return torch.zeros_like(here)
-        none = _MOST_OPEN
-        most = torch.tensor([none, *(cap or none for cap in caps), none], device=self._device)
-        score = torch.where(here, self._open.score, -torch.inf)
-        key = sort_key(score, self._open.node)
-        place = place_in_group(key, group[self._open.node])
-        return place >= most[shallowest][:, None]
+            ends |= left < most + tree.levels * limits.first
+        self._ending |= ends & (num_open > 0)
+        self._open, width, dropped = self._beam.step(
+            tree, self._open, self._ending, self._at_depth, left
+        )
+        self._drop(dropped)
+        return torch.where(self._ending, width, count)
 
     def _forward(self, chosen: _Chosen) -> _Chosen:
         """Append the chosen prefixes to the context; theirs are the rows that are read."""

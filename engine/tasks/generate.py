@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.search.cost import usual_nodes
+from engine.search.cost import ROUNDS, usual_nodes
 from engine.tasks.task import Answer, Load, Pass, Runner, Setup, Task
+from engine.trees.candidate_trees import kth_of_candidates
 from engine.trees.exclusions import EligibleTrie, dead_nodes
 from schemas.gates import GateResult, threshold
 from schemas.requests import Eligibility, UserBatch
@@ -39,10 +40,14 @@ class Generate(Task):
         return self.config.task.generate
 
     def rows_forwarded(self, load: Load) -> float:
-        """The beams of all levels but the last; a stateless backend sends a chain for each, and the
-        prompt again with every level."""
+        """What a search goes through, or the beams of all levels but the last; a stateless backend
+        sends a chain for each, and the prompt again with every level or round."""
         widths = self.settings.widths(load.levels)[: load.levels - 1]
-        if not load.stateless or self.settings.mode == "native":
+        native = self.settings.mode == "native"
+        if self.settings.search != "beam" and not native:
+            nodes = min(load.searched or usual_nodes(self.config.task.k), sum(widths))
+            return nodes * load.levels + ROUNDS * load.prompt if load.stateless else nodes
+        if not load.stateless or native:
             return sum(widths)
         chains = sum(width * (depth + 2) for depth, width in enumerate(widths))
         return (load.levels - 1) * load.prompt + chains
@@ -132,12 +137,21 @@ class _Generating:
                 k=self._k,
                 dead=dead,
                 segments=segments,
+                floor=self._floor(one),
             )
             nodes = work.nodes
         naive = np.maximum(beams.width, max(self._widths)) * (one.prompt_tokens + depth - 1)
         return Answer(
             generated=beams, nodes=nodes, naive=naive, failed=failed, native=native, search=work
         )
+
+    def _floor(self, one: Pass) -> Tensor | None:
+        """The k-th score among the candidates of each user, where those were scored: what is below
+        cannot be in the list of both `[U]`."""
+        if one.scored is None:
+            return None
+        kth = kth_of_candidates(self._index, one.scored, one.users.num_users, self._k)
+        return self._index.put(kth)
 
     def _masks(self, users: UserBatch) -> tuple[Tensor | None, SegmentMask | None]:
         """The prefixes that each user may not enter, and those that its segment may."""

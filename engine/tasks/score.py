@@ -9,7 +9,7 @@ from engine.tasks.candidates import CandidateRunner
 from engine.tasks.task import Answer, Load, Pass, Runner, Setup, Task
 from engine.trees.candidate_trees import allowed_items
 from schemas.requests import CandidateSets, Ints, ItemScores
-from schemas.settings import RunConfig, ScoreSettings
+from schemas.settings import LengthNorm
 
 if TYPE_CHECKING:
     from engine.trees.token_tree import TokenTree
@@ -28,44 +28,58 @@ class Score(Task):
         return f"score {self.config.task.score_norm}"
 
     def rows_forwarded(self, load: Load) -> float:
-        """An item's last token is read, not forwarded; a stateless backend sends it too."""
-        return load.candidates * (load.levels - (not load.stateless))
+        """An item's last token is read, not forwarded; a stateless backend sends it too. A search
+        forwards no more than it needs."""
+        every = load.candidates * (load.levels - (not load.stateless))
+        if not self._may_search:
+            return every
+        nodes = load.searched or usual_nodes(self.config.task.k)
+        if load.stateless:
+            nodes = nodes * load.levels + ROUNDS * load.prompt
+        return min(every, nodes)
+
+    @property
+    def _may_search(self) -> bool:
+        """Items named by text have long paths without branches: as many rounds as tokens."""
+        settings = self.config.task.score
+        return settings is not None and not settings.all and self.config.sid is not None
 
     def start(self, setup: Setup) -> Runner:
         """Scoring at work."""
         assert self.config.task.score is not None, "the run scores"
-        return _Scoring(setup, self.config, self.config.task.score)
+        length_norm = self.config.task.score.length_norm
+        k = self.config.task.k if self._may_search else None
+        return _Scoring(setup, k, length_norm)
 
 
 class _Scoring(CandidateRunner):
     """Ranks by search where that is less work than scoring every candidate."""
 
-    def __init__(self, setup: Setup, config: RunConfig, settings: ScoreSettings) -> None:
+    def __init__(self, setup: Setup, k: int | None, length_norm: LengthNorm) -> None:
+        """`k`: of the lists; None: every candidate is scored."""
         super().__init__(setup.preparation)
-        self._length_norm = settings.length_norm
-        self._k = config.task.k
-        # Items named by text have long paths without branches: as many rounds as tokens.
-        self._may_search = not settings.all and config.sid is not None
+        self._length_norm: LengthNorm = length_norm
+        self._k = k
         self._stateless = setup.backend.facts.stateless
-        if self._may_search and not self._stateless:
-            self.nodes_per_tree = usual_nodes(self._k)
+        if k is not None and not self._stateless:
+            self.nodes_per_tree = usual_nodes(k)
 
     def run(self, one: Pass) -> Answer:
         """The best candidates of each user, or all of them; the lists are the same."""
         assert one.users.candidates is not None, "prepared with the task"
-        if not self._may_search or not self._pays(one):
+        if self._k is None or not self._pays(one, self._k):
             return super().run(one)
-        return self._ranked(one, one.users.candidates) or super().run(one)
+        return self._ranked(one, one.users.candidates, self._k) or super().run(one)
 
-    def _pays(self, one: Pass) -> bool:
+    def _pays(self, one: Pass, k: int) -> bool:
         """Whether a search probably forwards less. A stateless backend sends the prompts with
         every round."""
-        expected = usual_nodes(self._k) * len(one.pack)
+        expected = usual_nodes(k) * len(one.pack)
         if self._stateless:
             expected += int(ROUNDS * one.prompt_tokens.sum())
         return int(one.prepared.tree_rows[one.pack].sum()) > _WORTH * expected
 
-    def _ranked(self, one: Pass, candidates: CandidateSets) -> Answer | None:
+    def _ranked(self, one: Pass, candidates: CandidateSets, k: int) -> Answer | None:
         """By search; None where it would take more memory than a pass may."""
         from engine.scoring.ranking import rank_candidates
 
@@ -75,7 +89,7 @@ class _Scoring(CandidateRunner):
             tree = trees.of_pack(None, CandidateSets.own(lists))
         else:
             tree = trees.of_pack(one.prepared.shared_tree, candidates)
-        ranking = rank_candidates(one.decoding, lists, tree, k=self._k, max_nodes=one.max_rows)
+        ranking = rank_candidates(one.decoding, lists, tree, k=k, max_nodes=one.max_rows)
         if ranking is None:
             return None
         return Answer(

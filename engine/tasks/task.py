@@ -37,6 +37,7 @@ class Load:
     candidates: float  # items
     levels: int  # tokens of an item
     stateless: bool  # every read sends its prompt again
+    searched: float | None = None  # prefixes that a search forwarded for a user of the last run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Pass:
     pack: Ints  # [U] positions in the shard
     users: UserBatch  # [U]
     max_rows: int  # nodes that may hang from the prompts at a time
+    scored: ItemScores | None = None  # what a task before this one found for them
 
     @property
     def prompt_tokens(self) -> Ints:

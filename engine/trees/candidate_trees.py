@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.backend import ROUNDING
 from engine.trees.sid_trie import SidTrie
 from engine.trees.token_tree import TokenTree, build_token_tree, repeat_trees
-from schemas.requests import CandidateSets, Ints, ItemScores, Ragged, UserBatch
+from schemas.requests import CandidateSets, Ints, ItemScores, Ragged, UserBatch, place_within
+
+if TYPE_CHECKING:
+    from engine.trees.device_trie import DeviceTrie
 
 
 class CandidateTrees:
@@ -80,6 +85,27 @@ def allowed_items(user: Ints, item: Ints, users: UserBatch) -> NDArray[np.bool_]
     if users.eligibility is not None:
         allowed &= users.eligibility.of(user, item)
     return allowed
+
+
+def kth_of_candidates(
+    index: DeviceTrie, scored: ItemScores, num_users: int, k: int
+) -> NDArray[np.float32]:
+    """Score of the k-th semantic ID among each user's scored candidates, counted as the quota
+    counts them `[U]`; -inf where there are fewer."""
+    trie = index.trie
+    sid = trie.sid_of_item[scored.item].astype(np.int64)
+    key, first = np.unique(scored.user * trie.num_sids + sid, return_index=True)
+    user, sid, score = key // trie.num_sids, key % trie.num_sids, scored.score[first]
+    order = np.lexsort((sid, -score.astype(np.float64), user))
+    user, sid, score = user[order], sid[order], score[order]
+    if index.quota is not None:
+        group = trie.prefix_of_sid(index.quota.level)[sid]
+        kept = place_within(user * trie.num_nodes + group) < index.quota.max_items
+        user, score = user[kept], score[kept]
+    kth = np.full(num_users, -np.inf, dtype=np.float32)
+    last = place_within(user) == k - 1
+    kth[user[last]] = score[last]
+    return kth
 
 
 def unsound(scored: ItemScores, labels: Ints | None) -> NDArray[np.bool_]:

@@ -59,17 +59,19 @@ def estimate(plan: RunPlan) -> Estimate:
     candidates = _candidates(plan)
     levels = len(config.sid.sizes) if config.sid else (config.text.max_tokens if config.text else 0)
     stateless = spec_of(config.engine.backend).stateless
+    manifest, why_none = _last_run(plan)
     load = Load(
         prompt=prompt,
         candidates=candidates / max(users, 1),
         levels=levels,
         stateless=stateless,
+        searched=_searched(manifest, config),
     )
     per_user = prompt if stateless else max(prompt - static, 0.0)
     per_user += sum(task.rows_forwarded(load) for task in tasks_of(config))
     rows = round(per_user * users)
     weights, kv = _model_sizes(config)
-    rate, basis = _rows_per_second(plan)
+    rate, basis = _rows_per_second(manifest, why_none)
     hours = None if rate is None else rows / rate / 3600
     price = config.run.price_per_hour
     pack = config.engine.max_batch_tokens
@@ -174,8 +176,8 @@ def _latest_manifest(work_dir: str) -> RunManifest | None:
     return read_record(RunManifest, files.join(work_dir, latest[1], "manifest.json"))
 
 
-def _rows_per_second(plan: RunPlan) -> tuple[float | None, str]:
-    """Rows that a device forwards per second, from the latest run of this model here."""
+def _last_run(plan: RunPlan) -> tuple[RunManifest | None, str]:
+    """The latest run of this model here; None, and why."""
     try:
         manifest = _latest_manifest(plan.config.run.work_dir)
     except (NightshelfError, FileNotFoundError) as err:  # an estimate: nothing hangs on it
@@ -184,6 +186,24 @@ def _rows_per_second(plan: RunPlan) -> tuple[float | None, str]:
         return None, "no run to take the speed from"
     if manifest.plan.hashes["model"] != plan.hashes["model"]:
         return None, "the last run was of another model"
+    return manifest, ""
+
+
+def _searched(manifest: RunManifest | None, config: RunConfig) -> float | None:
+    """Prefixes that a search forwarded for a user of that run, where it searched as this one will:
+    the same tasks, for lists as long."""
+    if manifest is None or not manifest.counts.users_searched:
+        return None
+    then, now = manifest.plan.config.task, config.task
+    if (then.asked, then.k) != (now.asked, now.k):
+        return None
+    return manifest.counts.search_nodes / manifest.counts.users_searched / len(now.asked)
+
+
+def _rows_per_second(manifest: RunManifest | None, why_none: str) -> tuple[float | None, str]:
+    """Rows that a device forwarded per second in that run."""
+    if manifest is None:
+        return None, why_none
     seconds = sum(shard.seconds for shard in manifest.shards)
     rows = manifest.counts.rows_forwarded
     if not seconds or not rows:

@@ -87,9 +87,9 @@ def same(one, other):
 @pytest.mark.parametrize("shape", [(1.0, 1e-6), (1.3, 0.5), (0.5, 1.0)])
 def test_lists_are_those_of_scoring_everything(seed, norm, ragged, quota, shape):
     work = Work(seed, norm, ragged, quota, Peaked(*shape))
-    found, failed, nodes = work.best_first(exact=True)
+    found, failed, took = work.best_first(exact=True)
     want, _, all_nodes = work.everything()
     assert not failed.any()
-    assert (found.pruned == -np.inf).all() and not found.stopped.any()
+    assert (found.pruned == -np.inf).all() and not took.stopped.any()
     same(found, want)
-    assert (nodes <= work.trie.inner_nodes_at[1:].sum()).all()
+    assert (took.nodes <= work.trie.inner_nodes_at[1:].sum()).all()

@@ -93,7 +93,7 @@ def test_the_search_is_the_plain_one(seed, norm, ragged, quota):
     work = Work(seed, norm, ragged, quota)
     context = work.backend.prefill(prompts_of(work.prompts), 0)
     dead = torch.from_numpy(dead_nodes(work.trie, work.excluded))
-    found, failed, nodes = search(
+    found, failed, took = search(
         Decoding(work.backend, context, work.index),
         GenerateSettings(width=max(work.widths)),
         widths=work.widths,
@@ -101,7 +101,7 @@ def test_the_search_is_the_plain_one(seed, norm, ragged, quota):
         dead=dead,
     )
     assert not failed.any()
-    assert (nodes <= nodes_per_prompt(work.trie, work.widths)).all()
+    assert (took.nodes <= nodes_per_prompt(work.trie, work.widths)).all()
     for user in range(len(work.prompts)):
         want = plain_search(
             work.log_prob(user),

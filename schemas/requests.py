@@ -9,13 +9,13 @@ codes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.search_work import SearchWork
+from schemas.search_work import NativeBeams, SearchWork
 
 Ints = NDArray[np.int64]
 UNSCORED = np.finfo(np.float32).min  # "score" of what the model gave probability 0
@@ -267,34 +267,6 @@ class SidBeams:
             legal_mass=self.legal_mass[of],
             width=self.width[of],
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeBeams:
-    """What became of an engine's own beams (engine/generate/native_beams.py); counts add up."""
-
-    beams: int = 0  # that the engine gave
-    incomplete: int = 0  # empty, or shorter or longer than a semantic ID
-    without_score: int = 0  # not finite
-    invalid: int = 0  # name no item
-    doubled: int = 0
-    compared: int = 0  # items of constrained lists that were looked for …
-    in_common: int = 0  # … and found
-
-    def __add__(self, other: NativeBeams) -> NativeBeams:
-        return NativeBeams(
-            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        )
-
-    def as_dict(self) -> dict[str, int]:
-        """The counts by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @classmethod
-    def total(cls, parts: Iterable[NativeBeams | None]) -> NativeBeams | None:
-        """Sum of the parts that there are; None when there is none."""
-        known = [part for part in parts if part is not None]
-        return sum(known, start=cls()) if known else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""What a search took for each user: how far it went, and whether it ran into its budget."""
+"""What a search took for each user, and what became of an engine's own beams."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,3 +62,31 @@ class SearchWork:
             rounds=np.concatenate([part.rounds for part in every]),
             stopped=np.concatenate([part.stopped for part in every]),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeBeams:
+    """What became of an engine's own beams (engine/generate/native_beams.py); counts add up."""
+
+    beams: int = 0  # that the engine gave
+    incomplete: int = 0  # empty, or shorter or longer than a semantic ID
+    without_score: int = 0  # not finite
+    invalid: int = 0  # name no item
+    doubled: int = 0
+    compared: int = 0  # items of constrained lists that were looked for …
+    in_common: int = 0  # … and found
+
+    def __add__(self, other: NativeBeams) -> NativeBeams:
+        return NativeBeams(
+            **{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        )
+
+    def as_dict(self) -> dict[str, int]:
+        """The counts by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def total(cls, parts: Iterable[NativeBeams | None]) -> NativeBeams | None:
+        """Sum of the parts that there are; None when there is none."""
+        known = [part for part in parts if part is not None]
+        return sum(known, start=cls()) if known else None

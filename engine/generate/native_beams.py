@@ -26,7 +26,8 @@ from engine.scoring.items import score_in_parts
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.sid_trie import SidTrie
 from schemas.errors import EngineError
-from schemas.requests import Ints, NativeBeams, Ragged, SidBeams
+from schemas.requests import Ints, Ragged, SidBeams
+from schemas.search_work import NativeBeams
 from schemas.settings import GenerateSettings, RunConfig
 
 log = logging.getLogger("nightshelf.beams")

@@ -10,9 +10,10 @@ from engine.search.cost import ROUNDS, usual_nodes
 from engine.tasks.task import Answer, Load, Pass, Runner, Setup, Task
 from engine.trees.candidate_trees import kth_of_candidates
 from engine.trees.exclusions import EligibleTrie, dead_nodes
+from schemas.counts import Counts
 from schemas.gates import GateResult, threshold
 from schemas.requests import Eligibility, UserBatch
-from schemas.runs import Counts, ShardReceipt
+from schemas.runs import ShardReceipt
 from schemas.settings import GenerateSettings
 
 if TYPE_CHECKING:

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from engine.prompts.labels import LabelReader
 from engine.prompts.tokenizer import Tokenizer
+from schemas.counts import Counts
 from schemas.errors import NightshelfError
 from schemas.gates import GateResult
-from schemas.requests import Ints, ItemScores, NativeBeams, SidBeams, UserBatch
-from schemas.runs import Counts, ShardReceipt
-from schemas.search_work import SearchWork
+from schemas.requests import Ints, ItemScores, SidBeams, UserBatch
+from schemas.runs import ShardReceipt
+from schemas.search_work import NativeBeams, SearchWork
 from schemas.settings import RunConfig
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ from jobs.running.metrics import write_metrics
 from jobs.running.run_folder import launch_path, manifest_path
 from pipelines.storage import files
 from pipelines.storage.records import read_record
+from schemas.counts import Counts
 from schemas.errors import NightshelfError
 from schemas.extras import missing_extra
 from schemas.gates import AuditReport
 from schemas.markers import Launch
-from schemas.runs import Counts, Published, RunEnd, RunManifest, RunPlan, ShardReceipt
+from schemas.runs import Published, RunEnd, RunManifest, RunPlan, ShardReceipt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,10 @@ from pipelines.shards.profile import published_marker, table_key
 from pipelines.shards.run_shard import load_receipt
 from pipelines.storage import files
 from pipelines.storage.records import read_record
+from schemas.counts import Counts
 from schemas.errors import ConfigError, StorageError
 from schemas.markers import ManifestHead
-from schemas.runs import Counts, RunPlan, working_seconds
+from schemas.runs import RunPlan, working_seconds
 from schemas.settings import RunConfig
 
 

@@ -17,8 +17,9 @@ from pipelines.publish.last_published import last_published
 from pipelines.shards.profile import ProfileBuilder, RunProfile, overlap, score_drift
 from pipelines.sources.frames import read_frame
 from pipelines.storage import files
+from schemas.counts import Counts
 from schemas.gates import AuditReport, GateResult, count, threshold
-from schemas.runs import Counts, RunPlan, ShardReceipt
+from schemas.runs import RunPlan, ShardReceipt
 
 _FEW = 0.05  # share of users whose lists may be shorter than `rows_p5` says
 

@@ -18,8 +18,9 @@ from pipelines.catalog.build import Catalog
 from pipelines.inputs.prepared import candidate_sets_path, read_prepared
 from pipelines.inputs.row_rules import UnknownItems
 from pipelines.inputs.shard_columns import shape_of_candidates
+from schemas.counts import Counts
 from schemas.requests import CandidateSets, Eligibility, Ints, Ragged
-from schemas.runs import Counts, RunPlan, Shard
+from schemas.runs import RunPlan, Shard
 from schemas.tables import CANDIDATE_LIST
 
 

@@ -20,9 +20,10 @@ from pipelines.inputs.candidates import positions, read_candidates, unused_of_sh
 from pipelines.inputs.eligibility import eligible_items
 from pipelines.inputs.row_rules import QuarantinedRow, UnknownItems, UserCheck, ragged
 from pipelines.inputs.shard_table import read_shard_table
+from schemas.counts import Counts
 from schemas.eligibility import Expression, user_columns, with_date
 from schemas.requests import CandidateSets, Eligibility, Ints, Labels, Ragged, UserBatch
-from schemas.runs import Counts, RunPlan, Shard
+from schemas.runs import RunPlan, Shard
 from schemas.tables import (
     CANDIDATE_LIST,
     DUPLICATE,

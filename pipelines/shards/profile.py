@@ -19,9 +19,10 @@ import xxhash
 from engine.tasks import tasks_of
 from pipelines.storage import files
 from pipelines.storage.records import read_record
+from schemas.counts import Counts
 from schemas.markers import Marker
 from schemas.records import Stored
-from schemas.runs import Counts, RunPlan
+from schemas.runs import RunPlan
 from schemas.settings import RunConfig
 
 _USERS = 10_000  # in a sample

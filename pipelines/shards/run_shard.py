@@ -32,6 +32,7 @@ from pipelines.storage import files
 from pipelines.storage.files import Written
 from pipelines.storage.records import read_record
 from pipelines.storage.seals import is_written
+from schemas.counts import Counts
 from schemas.errors import (
     AccountingError,
     NightshelfError,
@@ -40,7 +41,7 @@ from schemas.errors import (
     StorageError,
     is_panic,
 )
-from schemas.runs import Counts, RunPlan, Shard, ShardReceipt, StagedKind
+from schemas.runs import RunPlan, Shard, ShardReceipt, StagedKind
 
 if TYPE_CHECKING:
     from engine.engine import Engine

@@ -15,8 +15,8 @@ from pipelines.catalog.build import Catalog
 from pipelines.inputs.read_batches import ShardInput
 from pipelines.inputs.row_rules import QuarantinedRow
 from pipelines.shards.rank import Ranked, rank_batch
-from schemas.requests import BatchResult, Ints, NativeBeams, Ragged, Rejection, join_labels
-from schemas.search_work import SearchWork
+from schemas.requests import BatchResult, Ints, Ragged, Rejection, join_labels
+from schemas.search_work import NativeBeams, SearchWork
 from schemas.settings import TaskSettings
 
 if TYPE_CHECKING:

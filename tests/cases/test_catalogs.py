@@ -153,8 +153,10 @@ def test_everything_that_decides_a_result_is_in_the_manifest(nightshelf, tmp_pat
         "quota": None,
         "eligibility": None,
         "exclude_history": False,
-        "score": {"length_norm": "sum"},
+        "score": {"all": False, "length_norm": "sum"},
         "generate": {
+            "search": "auto",
+            "max_positions": None,
             "mode": "constrained",
             "width": [3, 5],
             "exact": True,

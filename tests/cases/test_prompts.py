@@ -132,7 +132,7 @@ def test_tokens_are_counted_per_user_and_in_total(nightshelf, tmp_path):
         tmp_path,
         prompt__template="Hi {history}",
         inputs__exclusions=None,
-        task={"k": 3, "score": {}, "generate": {"width": 1}},
+        task={"k": 3, "score": {}, "generate": {"width": 1, "search": "beam"}},
     )
     summary = nightshelf("run", config, "--output", "json").json
     outcomes = staged(summary, "outcomes").sort("user_id")

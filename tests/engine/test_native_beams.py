@@ -22,7 +22,7 @@ from engine.trees.device_trie import to_device
 from engine.trees.sid_trie import build_trie
 from pipelines.planning.engine_check import backend_problems
 from schemas.errors import ConfigError, EngineError
-from schemas.requests import NativeBeams
+from schemas.search_work import NativeBeams
 from schemas.semantic_ids import TextTokens
 from schemas.settings import GenerateSettings, RunConfig
 from tests.cases.helpers import CPU, pack

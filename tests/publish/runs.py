@@ -18,7 +18,8 @@ from pipelines.publish import open_table, publish_run
 from pipelines.publish.rows import RunRows
 from pipelines.shards.run_shard import receipt_path
 from pipelines.storage import files
-from schemas.runs import Counts, Published, RunPlan, Shard, ShardReceipt, StagedFile
+from schemas.counts import Counts
+from schemas.runs import Published, RunPlan, Shard, ShardReceipt, StagedFile
 from schemas.settings import RunConfig
 from schemas.tables import embeddings_schema, recommendations_schema
 

@@ -9,8 +9,9 @@ import polars as pl
 import pytest
 
 from pipelines.report.distributions import in_bars, of_numbers
+from schemas.counts import Counts
 from schemas.gates import GateResult
-from schemas.runs import Counts, RunManifest, ShardReceipt, StagedFile, working_seconds
+from schemas.runs import RunManifest, ShardReceipt, StagedFile, working_seconds
 from tests.factories import write_config, write_inputs
 
 

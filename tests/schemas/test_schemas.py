@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from schemas import errors
 from schemas.config_file import load_config
+from schemas.counts import Counts
 from schemas.requests import Ragged, UserBatch
-from schemas.runs import Counts
 from schemas.semantic_ids import SidSpace
 from schemas.settings import RunConfig, json_schema
 from schemas.tables import candidate_shape, id_type

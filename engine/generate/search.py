@@ -4,7 +4,8 @@
 model's exact top k by construction, unless a budget ends a search as a beam. `beam` keeps a fixed
 number of prefixes per level (beam_search.py): lists have a certificate or none.
 
-`plain.py` is both searches in a few obvious lines, and the specification of this file.
+`plain.py` says in a few obvious lines what both find: the beam search with its widths, the other
+with widths that hold everything.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def search(
             the prompt's row in the context.
         segments: the prefixes that whole segments of prompts may enter.
         floor: `[B]` scores that each prompt's list has k items above or at already; a best-first
-            search leaves out what is below.
+            search need not find what is below.
     """
     if settings.search == "beam":
         return search_by_beams(decoding, settings, widths=widths, k=k, dead=dead, segments=segments)

@@ -44,7 +44,7 @@ class Estimate(BaseModel):
     users: int
     prompt_tokens: int  # of all prompts
     candidates: int  # over all users
-    rows_forwarded: int  # at most: prefixes that candidates share are counted for each
+    rows_forwarded: int  # about; prefixes that candidates share are counted for each
     model_bytes: int | None
     pack_bytes: int | None  # keys and values of one pack
     device_hours: float | None

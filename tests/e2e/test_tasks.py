@@ -383,7 +383,12 @@ def test_a_shared_sets_tree_is_built_once(nightshelf, tmp_path, monkeypatch):
 def test_the_summary_says_which_widths_were_used(nightshelf, tmp_path):
     write_inputs(tmp_path)
     config = write_config(
-        tmp_path, task={"k": 1, "score_norm": "trie", "generate": {"width": 2, "exact": True}}
+        tmp_path,
+        task={
+            "k": 1,
+            "score_norm": "trie",
+            "generate": {"search": "beam", "width": 2, "exact": True},
+        },
     )
     summary = nightshelf("run", config, "--output", "json").json
     widths = {int(width): users for width, users in summary["beam_widths"].items()}

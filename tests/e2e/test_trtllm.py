@@ -75,10 +75,11 @@ def assert_same_lists(one: pl.DataFrame, other: pl.DataFrame, nats: float = 1e-4
 
 
 def test_worker_processes_publish_what_the_torch_backend_does(inputs, model_folder, nightshelf):
-    """Vectors, candidates and beams in one run."""
-    nightshelf("run", configure(inputs, model_folder, "torch"))
+    """Vectors, candidates and a search of the catalog in one run."""
+    task = BOTH | {"generate": {"exact": True}}
+    nightshelf("run", configure(inputs, model_folder, "torch", task))
     want = published(inputs)
-    done = run(configure(inputs, model_folder, workers=1), check=0)
+    done = run(configure(inputs, model_folder, task=task, workers=1), check=0)
     assert json.loads(done.stdout.splitlines()[-1])["users_recommended"] == 40
     rows = published(inputs)
     assert set(rows["source"]) == {"score", "generate"}
@@ -114,7 +115,7 @@ def test_what_the_engine_forwards_is_counted_as_it_is(inputs, model_folder, nigh
     assert found["rows_forwarded"] == sent - probes
     assert found["reused_tokens"] == 0
     planned = nightshelf("plan", configure(inputs, model_folder), "--output", "json").json
-    assert sent - probes <= planned["estimate"]["rows_forwarded"] <= 2 * sent
+    assert 0.5 * sent <= planned["estimate"]["rows_forwarded"] <= 2 * sent
 
 
 def test_native_beams_are_counted_and_never_called_exact(inputs, model_folder, nightshelf, double):

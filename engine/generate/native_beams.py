@@ -192,7 +192,7 @@ def sids_of(trie: SidTrie, index: DeviceTrie, tokens: Ints) -> Ints:
     node = np.zeros(len(tokens), dtype=np.int64)
     alive = np.ones(len(tokens), dtype=bool)
     for level in range(tokens.shape[1]):
-        columns = index.columns[level].token_ids
+        columns = index.token_ids[level]
         by_id = np.argsort(columns, kind="stable")
         place = np.searchsorted(columns[by_id], tokens[:, level]).clip(max=len(columns) - 1)
         code = by_id[place]

@@ -150,13 +150,12 @@ def _node_batches(
 def _read_levels(decoding: Decoding, tree: TokenTree, first: int, starts: Ints) -> list[Tensor]:
     """log p of each node at its parent `[n]`, for level `first` and those read along with it.
 
-    Levels whose tokens come from one set (texts) are read in one call; the levels of a SID space
-    have codebooks of their own.
+    Levels whose tokens come from one set are read in one call.
     """
     index = decoding.index
     norm, columns = index.norms[first], index.columns[first]
     last = first + 1
-    while norm.kind == "full_vocab" and index.columns[last : last + 1] == (columns,):
+    while norm.kind in ("full_vocab", "sid_range") and index.columns[last : last + 1] == (columns,):
         last += 1
     levels = tree.levels[first:last]
     sizes = [len(level.node) for level in levels]

@@ -14,8 +14,6 @@ from engine.backend import ROUNDING, Targets
 from engine.decoding import Decoding
 from engine.trees.search_tree import SearchTree
 
-_TOGETHER = 4096  # tokens of all levels that are read in one call, whatever level a prefix is at
-
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
@@ -62,13 +60,11 @@ def read_children(
 def _log_probs(
     decoding: Decoding, tree: SearchTree, prefixes: Prefixes, prefix: Tensor, node: Tensor
 ) -> Tensor:
-    """In one call where the softmax is the same at all levels, else level by level."""
+    """In one call where all levels have one set of tokens and one softmax, else level by level."""
     index = tree.index
-    norm, columns = index.norms[0], index.every_column
-    few = len(columns.token_ids) <= _TOGETHER or columns is index.columns[0]
-    if norm.kind in ("full_vocab", "sid_range") and few:
-        in_trie = tree.trie_node(node)
-        column = index.code[in_trie] + index.shift[tree.depth[node]]
+    norm, columns = index.norms[0], index.columns[0]
+    if norm.kind in ("full_vocab", "sid_range") and all(one is columns for one in index.columns):
+        column = index.code[tree.trie_node(node)]
         targets = Targets(row=prefix, column=column, columns=columns)
         return decoding.log_probs(prefixes.row, targets, norm)
     out = torch.empty(len(node), device=index.device)

@@ -16,6 +16,8 @@ from schemas.requests import Ints
 from schemas.semantic_ids import ItemTokens
 from schemas.settings import QuotaSettings, ScoreNorm
 
+_TOGETHER = 4096  # tokens of all levels that are read as one set
+
 
 @dataclass(frozen=True, slots=True)
 class Quota:
@@ -34,14 +36,13 @@ class DeviceTrie:
     trie: SidTrie
     first_child: Tensor  # [V + 1]
     num_children: Tensor  # [V]
-    code: Tensor  # [V] column of the node's token inside its level's codebook
+    code: Tensor  # [V] column of the node's token in `columns` of its level
     token: Tensor  # [V] token id of the node; 0 for the root
     sid: Tensor  # [V] -1 for inner nodes
     depth: Tensor  # [V]
-    columns: tuple[TokenColumns, ...]  # per level
+    columns: tuple[TokenColumns, ...]  # per level; one set for all where one softmax is over all
     norms: tuple[Norm, ...]  # per level
-    every_column: TokenColumns  # of all levels, one set after another
-    shift: Tensor  # [L + 1] what a code of a node at each depth is moved by among these
+    token_ids: tuple[Ints, ...]  # per level, of its codes
     device: torch.device
     quota: Quota | None = None
 
@@ -68,7 +69,7 @@ def to_device(
     code = np.maximum(trie.code.astype(np.int64), 0)
     token = tokens.tokens(depth, code)
     token[0] = 0
-    levels = tokens.token_ids[: trie.depth]
+    levels = tuple(tokens.token_ids[: trie.depth])
     one_set = {
         id(ids): TokenColumns(ids) for ids in levels
     }  # levels may have their tokens in common
@@ -77,8 +78,9 @@ def to_device(
     if norm == "sid_range":
         space = TokenColumns(np.unique(np.concatenate(tokens.token_ids)))
         norms = tuple(Norm(norm, space) for _ in columns)
-
-    every, shift = _side_by_side(columns)
+    if norm in ("full_vocab", "sid_range"):
+        columns, shift = _side_by_side(columns)
+        code += shift[depth]
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
@@ -98,19 +100,23 @@ def to_device(
         depth=put(trie.depth_of_node),
         columns=columns,
         norms=norms,
-        every_column=every,
-        shift=put(shift),
+        token_ids=levels,
         device=device,
         quota=groups,
     )
 
 
-def _side_by_side(columns: tuple[TokenColumns, ...]) -> tuple[TokenColumns, Ints]:
-    """The columns of all levels as one set, and where those of each depth begin `[L + 1]`."""
+def _side_by_side(columns: tuple[TokenColumns, ...]) -> tuple[tuple[TokenColumns, ...], Ints]:
+    """The columns of all levels as one set, and where those of each level begin in it `[L]`.
+
+    Rows of any depth are then read in one call, and a product's last bits, which may hang on how
+    many columns there are, are the same in every algorithm. Large codebooks stay apart: most of
+    their columns would be multiplied in vain.
+    """
     distinct = list(dict.fromkeys(columns))
     begin = np.cumsum([0, *(len(one.token_ids) for one in distinct)])
-    shift = [0, *(begin[distinct.index(one)] for one in columns)]
-    every = distinct[0]
-    if len(distinct) > 1:
-        every = TokenColumns(np.concatenate([one.token_ids for one in distinct]))
-    return every, np.asarray(shift, dtype=np.int64)
+    if len(distinct) == 1 or begin[-1] > _TOGETHER:
+        return columns, np.zeros(len(columns), dtype=np.int64)
+    shift = np.asarray([begin[distinct.index(one)] for one in columns], dtype=np.int64)
+    every = TokenColumns(np.concatenate([one.token_ids for one in distinct]))
+    return (every,) * len(columns), shift

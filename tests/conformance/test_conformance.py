@@ -13,9 +13,11 @@ from engine.backend import PackedPrompts, TokenColumns
 from engine.decoding import Decoding
 from engine.generate.beam_search import beam_search
 from engine.generate.native_beams import NativeBackend, search_natively
+from engine.generate.search import search
 from engine.prompts.labels import LabelTokens
 from engine.scoring.items import score_in_parts, score_items
 from engine.scoring.labels import label_items
+from engine.scoring.ranking import rank_candidates
 from engine.trees.device_trie import to_device
 from engine.trees.exclusions import dead_nodes
 from engine.trees.sid_trie import build_trie
@@ -134,6 +136,46 @@ def test_wide_beams_rank_the_whole_catalog(subject, seed):
     assert (beams.pruned.cpu() == -torch.inf).all()
     order = table.argsort(dim=1, descending=True, stable=True)
     near(beams.score.cpu()[:, : case.trie.num_sids], table.gather(1, order), subject.same)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_best_first_search_finds_the_best_of_the_catalog(subject, seed, norm):
+    """Nodes of mixed lengths in one call, hung from rows of earlier calls."""
+    case = Case(subject, seed, norm)
+    table, k = case.table(), min(5, case.trie.num_sids)
+    context = case.backend.prefill(prompts_of(case.prompts, PREFIX), 0)
+    found, failed, _ = search(
+        Decoding(case.backend, context, case.index),
+        GenerateSettings(exact=True),
+        widths=(4, 4, 4),
+        k=k,
+    )
+    assert not failed.any() and (found.pruned == -np.inf).all()
+    score = torch.from_numpy(found.score).view(len(case.prompts), k)
+    near(score, table.topk(k, dim=1).values, subject.same)
+    sid = torch.from_numpy(found.sid).view(len(case.prompts), k)
+    near(score, table.gather(1, sid), subject.same)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_best_candidates_are_found_without_scoring_all(subject, norm):
+    case = Case(subject, 3, norm)
+    lists, every = Ragged.from_lists(case.sets), case.score()
+    context = case.backend.prefill(prompts_of(case.prompts, PREFIX), 0)
+    found = rank_candidates(
+        Decoding(case.backend, context, case.index),
+        lists,
+        build_token_tree(case.trie, lists),
+        k=2,
+        max_nodes=1000,
+    )
+    assert found is not None and not found.failed.any()
+    for user, scores in enumerate(every.split([len(s) for s in case.sets])):
+        mine = torch.from_numpy(found.scored.score[found.scored.user == user])
+        best = scores.sort(descending=True).values
+        near(mine.sort(descending=True).values, best[: len(mine)], subject.same)
+        assert len(mine) >= min(2, len(scores))
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -120,13 +120,17 @@ class Table(FakeBackend):
         return super().prefill(prompts, max_nodes)
 
     def extend(self, context, nodes):
-        tokens = self._index.columns[0].token_ids.tolist()
+        tokens = self._index.token_ids[0].tolist()
         self._code += [tokens.index(t) if t in tokens else 0 for t in nodes.token.tolist()]
         super().extend(context, nodes)
 
     def log_probs(self, context, rows, targets: Targets, norm):
         code = torch.tensor(self._code)[rows[targets.row]]
-        return torch.where(code < 0, self._first[targets.column], self._second[code])
+        return torch.where(
+            code < 0,
+            self._first[targets.column.clamp(max=len(self._first) - 1)],
+            self._second[code],
+        )
 
 
 def two_levels(monkeypatch, codes):

@@ -9,11 +9,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from engine.decoding import Decoding
 from engine.generate.beam_search import beam_search
+from engine.search.best_first import Limits, best_first
+from engine.search.masks import Mask
 from engine.trees.device_trie import to_device
+from engine.trees.search_tree import catalog_tree
 from engine.trees.sid_trie import build_trie
 from schemas.settings import QuotaSettings
 from tests.factories import bound_space, prompts_of, random_codes, random_prompts
@@ -82,6 +85,36 @@ def test_the_level_loop_never_waits(torch_backend, no_waiting, prefix, norm, quo
             found = beam_search(Decoding(torch_backend, context, index), **args)
     assert torch.equal(torch.isinf(found.score), torch.isinf(want.score))
     assert torch.nan_to_num(found.score - want.score).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("norm", ["full_vocab", "sid_range"])
+@pytest.mark.parametrize("quota", [None, QuotaSettings(level=1, max_items=2)])
+def test_a_best_first_search_waits_once_a_round(
+    torch_backend, no_waiting, monkeypatch, norm, quota
+):
+    rng = np.random.default_rng(4)
+    trie = build_trie(random_codes(rng, 60, ragged=True))
+    index = to_device(trie, bound_space(), norm, CPU, quota)
+    mask = Mask(torch.arange(6), torch.arange(3, 6 * trie.num_nodes, 7))
+    limits = Limits(k=5, first=4, budget=16, detect_flat=True, widths=(4, 4, 4))
+    looks, read = [], torch.Tensor.tolist
+
+    def look(tensor):
+        looks.append(tensor)
+        with _disable_current_modes():
+            return read(tensor)
+
+    with torch.inference_mode():
+        context = torch_backend.prefill(prompts_of(random_prompts(rng, 6, longest=20)), 100)
+        watched = no_waiting()
+        monkeypatch.setattr(torch.Tensor, "tolist", look)
+        with watched:
+            found = best_first(
+                Decoding(torch_backend, context, index), catalog_tree(index), mask, limits
+            )
+    monkeypatch.undo()
+    assert found.stopped.any()
+    assert len(looks) == int(found.rounds.max()) + 2  # at the roots, and where nothing is left
 
 
 def test_the_watch_sees_what_waits(no_waiting):

@@ -64,9 +64,11 @@ class Work:
                 decoding, row = Decoding(self.backend, context, self.index), 0
                 for depth, token in enumerate(path):
                     row = append(decoding, row, token, depth + 1)
+                ids = bound_space().token_ids[level].tolist()
+                place = self.index.columns[level].token_ids.tolist()
                 targets = Targets(
                     row=torch.zeros(len(codes), dtype=torch.int64),
-                    column=torch.tensor(codes),
+                    column=torch.tensor([place.index(ids[c]) for c in codes]),
                     columns=self.index.columns[level],
                 )
                 found = decoding.log_probs(torch.tensor([row]), targets, self.index.norms[level])

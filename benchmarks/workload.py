@@ -93,7 +93,7 @@ class Workload:
     def config(self) -> RunConfig:
         """The engine's settings for the case's task."""
         case, soft = self.case, self.case.prompt == "soft_token"
-        task = {"width": case.width} if case.task == "generate" else {}
+        task = {"search": "beam", "width": case.width} if case.task == "generate" else {"all": True}
         return RunConfig.model_validate(
             {
                 "surface": "benchmark",

@@ -93,7 +93,7 @@ class GenerateSettings(Section):
     width: Width | tuple[Width, ...] = Field(
         64, description="Beams kept per level: one number, or one per level"
     )
-    max_positions: Annotated[Positive, Field(le=1 << 24)] | None = Field(
+    max_positions: Annotated[Positive, Field(le=1_000_000)] | None = Field(
         None,
         description="Prefixes that a best-first search forwards for one user before it ends as a "
         "beam; by default four times those of the beam",

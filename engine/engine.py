@@ -102,21 +102,26 @@ class Engine:
             return self._run(prepared, pack, max_rows)
         return self._run(prepared, distinct, max_rows).spread(of.reshape(-1))
 
+    def prefill(self, prepared: Prepared, pack: Ints, nodes: int) -> Decoding:
+        """The prompts of a pack, forwarded, with room for so many nodes behind them."""
+        vectors = self._soft_vectors(prepared.users.take(pack))
+        context = self._backend.prefill(prepared.prompts.pack(pack, vectors), nodes)
+        return Decoding(self._backend, context, self._items)
+
     @torch.inference_mode()
     def _run(self, prepared: Prepared, pack: Ints, max_rows: int) -> BatchResult:
         """The prefill of a pack and every task behind it."""
         users = prepared.users.take(pack)
-        packed = prepared.prompts.pack(pack, self._soft_vectors(users))
         nodes = sum(runner.most_nodes(prepared, pack, max_rows) for runner in self._runners)
-        context = self._backend.prefill(packed, nodes)
-        decoding = Decoding(self._backend, context, self._items)
+        decoding = self.prefill(prepared, pack, nodes)
         one = Pass(decoding=decoding, prepared=prepared, pack=pack, users=users, max_rows=max_rows)
         answers: list[Answer] = []
         for runner in self._runners:
             answers.append(runner.run(replace(one, scored=answers[-1].scored if answers else None)))
-        sent = forwarded(context)
+        sent = forwarded(decoding.context)
         if sent is None:
-            sent = np.sum([packed.lengths, *(answer.nodes for answer in answers)], axis=0)
+            tokens = prepared.prompts.lengths[pack] - len(prepared.prompts.static_prefix)
+            sent = np.sum([tokens, *(answer.nodes for answer in answers)], axis=0)
         return BatchResult(
             num_users=users.num_users,
             scored=next((a.scored for a in answers if a.scored is not None), None),

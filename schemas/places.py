@@ -15,6 +15,9 @@ _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://(.*)$", re.DOTALL)
 _PREFIX = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(?!//)(.*)$", re.DOTALL)
 _DISK = ("file", "local")
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "tos", "r2", "hf")
+_READ_ONLY = ("http", "https", "data", "git", "github", "zip", "tar", "libarchive", "reference")
+_VARIABLE = re.compile(r"\$\{[A-Za-z_]\w*\}|(?:^|(?<=/))\$[A-Za-z_]\w*|%[A-Za-z_]\w*%")
+_WINDOWS = re.compile(r"^(?:[A-Za-z]:[\\/]|\\\\)")
 _HOSTS = ("http", "https", "ftp", "sftp", "ssh", "smb")  # others have one by default, as hdfs has
 
 
@@ -40,6 +43,27 @@ def place(path: str) -> str:
         path = rest
     if not path.strip("/"):
         raise ValueError("names no place: it is the root of the file system")
+    return path
+
+
+def written_place(path: str) -> str:
+    """A `place` that a run writes to.
+
+    Raises:
+        ValueError: as `place`; or nothing can be written there; or it looks as if a shell, or
+            Windows, were to read it, and would become a folder of that name.
+    """
+    path = place(path)
+    url = _URL.match(path)
+    if url and url[1] in _READ_ONLY:
+        raise ValueError(f"cannot be written to: {url[1]}:// is only read")
+    if unfilled := _VARIABLE.search(path):
+        raise ValueError(
+            f"holds {unfilled[0]}, which nothing fills in here; write the path, or give it "
+            "by --set, where the shell fills it in"
+        )
+    if _WINDOWS.match(path):
+        raise ValueError("is a path of Windows, and would be a folder of that name here")
     return path
 
 

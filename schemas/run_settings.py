@@ -19,11 +19,11 @@ from schemas.section import (
     Flag,
     Name,
     Number,
-    Place,
     Positive,
     Seconds,
     Section,
     Share,
+    Written,
 )
 
 LimitedGate = Literal[
@@ -52,7 +52,7 @@ _SECRET_VALUE = re.compile(r"://[^/@\s]+@")  # user:password@ in a URL
 class OutputSettings(Section):
     """Where recommendations are published."""
 
-    path: Place = Field(description="Root of the table; partitions ds=…/surface=… below it")
+    path: Written = Field(description="Root of the table; partitions ds=…/surface=… below it")
     format: Literal["parquet", "iceberg", "delta"] = Field("parquet", description="Table format")
     layout: Literal["long", "wide"] = Field(
         "long", description="long: a row per recommendation; wide: a row per user"
@@ -60,7 +60,7 @@ class OutputSettings(Section):
     table: Name | None = Field(
         None, description="Iceberg: namespace.table; default nightshelf.recommendations"
     )
-    quarantine: Place | None = Field(
+    quarantine: Written | None = Field(
         None, description="Root of a table for the quarantine; Iceberg: its namespace.table"
     )
     catalog: dict[str, str | bool | int | float] = Field(
@@ -117,7 +117,7 @@ class OutputSettings(Section):
 class RunSettings(Section):
     """How a run is cut up and launched."""
 
-    work_dir: Place = Field("runs", description="Folder of run folders; all workers must see it")
+    work_dir: Written = Field("runs", description="Folder of run folders; all workers must see it")
     launcher: str = Field(
         "local",
         description="Who runs the shards: `local`, processes of this machine; `spark`, executors; "
@@ -143,7 +143,7 @@ class RunSettings(Section):
     keep_days: KeptDays = Field(
         7.0, description="gc: days that shards, catalogs and attempts of idle runs stay"
     )
-    metrics_dir: Place | None = Field(
+    metrics_dir: Written | None = Field(
         None, description="Folder for a Prometheus textfile per surface, besides the run folder's"
     )
     price_per_hour: Number | None = Field(

@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from schemas.errors import ConfigError
-from schemas.places import place
+from schemas.places import place, written_place
 
 
 class Section(BaseModel):
@@ -44,6 +44,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0, strict=True)]
 Flag = Annotated[bool, Field(strict=True)]  # 1 and "yes" are no booleans
 Name = Annotated[str, Field(min_length=1), AfterValidator(one_line)]  # of a table, a column
 Place = Annotated[str, AfterValidator(place), AfterValidator(one_line)]  # leads somewhere
+Written = Annotated[str, AfterValidator(written_place), AfterValidator(one_line)]  # is written to
 LENIENT = "lenient"  # validation context: settings that do not fit together are left to `conflicts`
 LONGEST_LIST = 100_000  # items of a list, and beams that search for them
 

@@ -9,6 +9,7 @@ the protocol when a run is planned, the rest when it starts (docs/backends.md).
 from __future__ import annotations
 
 import inspect
+import sys
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, get_type_hints
@@ -64,6 +65,13 @@ def spec_of(name: str) -> BackendSpec:
                 f"engine.backend {quoted(name)} is not supported",
                 expected=f"one of {', '.join(available())}, or module:callable",
                 got=quoted(name) + did_you_mean(name, available()),
+                field="engine.backend",
+            )
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            raise ConfigError(
+                f"engine.backend {quoted(name)} makes no backend",
+                expected="a callable of yours that takes the engine's settings and gives a Backend",
+                got=f"module {module} of Python itself",
                 field="engine.backend",
             )
         found = _load(name, name)

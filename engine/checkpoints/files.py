@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +30,7 @@ from schemas.errors import EngineError, quoted
 _EMBEDDING = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _HEAD = ("lm_head.weight", "embed_out.weight")
 _LARGEST_HEADER = 100 << 20
+_MOST_NAMED = 10_000  # missing tensors that are counted: config.json may name layers without end
 _INDEX = "model.safetensors.index.json"
 LAYER = re.compile(r"(?:model\.|transformer\.|gpt_neox\.)(?:decoder\.)?(?:layers|h)\.(\d+)\.")
 
@@ -197,23 +199,24 @@ def _size_problems(root: Path, raw: dict[str, Any]) -> Iterator[EngineError]:
             do="Save model and config together, after resizing the embeddings.",
             field="engine.model",
         )
-    if lacks := _missing_tensors(shapes, raw):
+    lacks = list(islice(_missing_tensors(shapes, raw), _MOST_NAMED + 1))
+    if lacks:
+        many = f"more than {_MOST_NAMED:,}" if len(lacks) > _MOST_NAMED else str(len(lacks))
         yield EngineError(
             "the checkpoint lacks weights, which would be random",
-            got=f"{len(lacks)} missing, first {quoted(lacks[:3])}",
+            got=f"{many} missing, first {quoted(lacks[:3])}",
             where=str(root),
             do="Copy or download the checkpoint again, or save it with save_pretrained(folder).",
             field="engine.model",
         )
 
 
-def _missing_tensors(shapes: Mapping[str, object], raw: Mapping[str, Any]) -> list[str]:
+def _missing_tensors(shapes: Mapping[str, object], raw: Mapping[str, Any]) -> Iterator[str]:
     """Tensors that the others show to be missing: whole layers, those that other layers have (not
     of mixtures, whose layers differ by right), the head where it is not the embedding.
     """
     text = text_config(raw)
     layers = text.get("num_hidden_layers", text.get("n_layer"))
-    missing: list[str] = []
     by_layer: dict[int, set[str]] = {}
     begins: dict[int, str] = {}
     for name in shapes:
@@ -223,16 +226,15 @@ def _missing_tensors(shapes: Mapping[str, object], raw: Mapping[str, Any]) -> li
             begins[at] = name[: match.start(1)]
     if by_layer and isinstance(layers, int):
         begin = next(iter(begins.values()))
-        missing += [f"{begin}{at}.*" for at in range(layers) if at not in by_layer]
+        yield from (f"{begin}{at}.*" for at in range(layers) if at not in by_layer)
     mixed = any("expert" in key and value for key, value in text.items())
     if by_layer and not mixed and text.get("model_type") in SCORED:
         every = set().union(*by_layer.values())
         for at, found in sorted(by_layer.items()):
-            missing += [f"{begins[at]}{at}.{name}" for name in sorted(every - found)]
+            yield from (f"{begins[at]}{at}.{name}" for name in sorted(every - found))
     heads = [name for name in shapes if name.endswith(_HEAD)]
     if raw.get("tie_word_embeddings") is False and by_layer and not heads:
-        missing.append(_HEAD[0])
-    return missing
+        yield _HEAD[0]
 
 
 def vocabulary_sizes(folder: str) -> VocabularySizes:

@@ -110,6 +110,8 @@ _CLIENTS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
 _CODES: dict[str, Kind] = {
     **dict.fromkeys(
         ("AccessDenied", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken")
+        + ("ExpiredTokenException", "TokenRefreshRequired", "InvalidClientTokenId", "AuthFailure")
+        + ("RequestTimeTooSkewed", "RequestExpired", "UnrecognizedClientException")
         + ("SignatureDoesNotMatch", "InvalidBucketName", "PermanentRedirect", "401", "403"),
         "access",
     ),
@@ -222,14 +224,23 @@ def _of_client(error: BaseException) -> Kind | None:
             return kind
         if str(code).isdigit() and 400 <= int(code) < 600:
             return "away" if int(code) >= 500 else "other"
-    if found is not None:
-        return "other"
+    if found is not None and isinstance(response, dict):
+        return _of_answer(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
     for kind, module, names in _CLIENTS:
         loaded = sys.modules.get(module)
         classes = tuple(c for name in names if isinstance(c := getattr(loaded, name, None), type))
         if isinstance(error, classes):
             return kind
     return None
+
+
+def _of_answer(status: object) -> Kind:
+    """The kind of a store's answer whose code nobody knows, by its HTTP status."""
+    if status in (401, 403):
+        return "access"
+    if status in (408, 429) or (isinstance(status, int) and status >= 500):
+        return "away"
+    return "other"
 
 
 def is_damage(error: BaseException) -> bool:

@@ -12,6 +12,7 @@ from pipelines.storage.storage_errors import translated
 from schemas.errors import ConfigError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_NO_HADOOP = re.compile(r"\bload lib(jvm|hdfs)\b")  # Arrow has no class for it
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss", "r2"}
 
 
@@ -37,7 +38,18 @@ def filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
             do="Install the fsspec package of this protocol (s3fs, gcsfs, adlfs).",
         ) from err
     with translated(path, done="opened", what="the store"):
-        fs = fsspec.filesystem(scheme, **kind._get_kwargs_from_urls(path))
+        try:
+            fs = fsspec.filesystem(scheme, **kind._get_kwargs_from_urls(path))
+        except OSError as err:
+            if _NO_HADOOP.search(str(err)) is None:
+                raise
+            raise ConfigError(
+                "the path cannot be opened",
+                got=str(err),
+                where=path,
+                do="Install Hadoop's client and Java, and set HADOOP_HOME, JAVA_HOME and "
+                "CLASSPATH (hadoop classpath --glob).",
+            ) from err
         return fs, str(fs._strip_protocol(path))
 
 

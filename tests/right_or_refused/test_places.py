@@ -6,7 +6,9 @@ import os
 
 import pytest
 
-from schemas.places import place
+from pipelines.storage.stores import filesystem
+from schemas.errors import ConfigError
+from schemas.places import place, written_place
 from tests.factories import write_config, write_inputs
 
 NOWHERE = (
@@ -141,3 +143,52 @@ def test_a_path_on_the_command_line_obeys_the_same_rules(
     assert command[-1] in said
     assert "names no place" in said
     assert not list(tmp_path.iterdir()), "nothing is made"
+
+
+UNWRITTEN = (
+    "http://host/x",
+    "HTTPS://host/x",
+    "github://org:repo@main/x",
+    "$HOME/out",
+    "${HOME}/out",
+    "s3://bucket/$USER/out",
+    "%USERPROFILE%/out",
+    "C:\\data\\out",
+    "C:/data/out",
+    "\\\\server\\share",
+)
+
+
+@pytest.mark.parametrize("path", UNWRITTEN)
+def test_what_cannot_be_written_or_was_not_filled_in_is_no_place_for_output(path):
+    place(path)  # may be read: a name may be like that
+    with pytest.raises(ValueError, match="only read|nothing fills in|path of Windows"):
+        written_place(path)
+
+
+@pytest.mark.parametrize("path", ["out", "s3://b/a$b", "/data/100%/x%y", "c:x/y", "~/x", "a$"])
+def test_names_that_only_look_a_little_like_it_are_written_to(path):
+    assert written_place(path) == place(path)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("command", ["run", "plan", "validate"])
+def test_an_output_that_a_shell_should_have_filled_in_makes_no_folder(
+    nightshelf, tmp_path, setting, command
+):
+    write_inputs(tmp_path, num_users=6)
+    config = write_config(tmp_path, output__format="parquet")
+    for path in ("$HOME/x", "https://host/x"):
+        done = nightshelf(command, config, "--set", f"{setting}={path}", check=2)
+        assert setting in done.err + done.out
+    assert not (tmp_path / "$HOME").exists()
+
+
+def test_hadoop_without_its_client_is_not_worth_a_retry(nightshelf, tmp_path, monkeypatch):
+    def no_library(*_args, **_kwargs):
+        raise OSError("Unable to load libjvm: /usr/lib/libjvm.so: cannot open shared object file")
+
+    monkeypatch.setattr("pipelines.storage.stores.fsspec.filesystem", no_library)
+    with pytest.raises(ConfigError, match="cannot be opened") as refused:
+        filesystem("hdfs://node/users")
+    assert "HADOOP_HOME" in str(refused.value.do)

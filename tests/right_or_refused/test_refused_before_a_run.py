@@ -215,6 +215,14 @@ def classifier(folder):
     shutil.copy(folder.parent / "other" / "tokenizer.json", folder)
 
 
+def layers_without_end(folder):
+    edit_config(folder, num_hidden_layers=10**9)
+
+
+def a_model_far_larger_than_its_weights(folder):
+    edit_config(folder, intermediate_size=10**9)
+
+
 def tokenizer_with_more(folder):
     path = str(folder / "tokenizer.json")
     tokenizer = Tokenizer.from_file(path)
@@ -260,6 +268,8 @@ BROKEN = {
     quantised: "quant_method aqlm",
     encoder_decoder: "encoder-decoder",
     classifier: "not a causal language model",
+    layers_without_end: "more than 10,000 missing",
+    a_model_far_larger_than_its_weights: "a model that is far larger than the checkpoint's weights",
     tokenizer_with_more: "ids beyond the model's vocabulary",
 }
 
@@ -287,6 +297,12 @@ def torch_config(folder: Path, model: Path | str, **changes) -> Path:
     return write_config(
         folder, engine={"backend": "torch", "model": str(model), "device": "cpu"}, **changes
     )
+
+
+@pytest.mark.parametrize("name", ["json:loads", "os.path:join", "builtins:print"])
+def test_a_function_of_python_itself_is_no_backend(nightshelf, tmp_path, name):
+    write_inputs(tmp_path)
+    check(nightshelf, write_config(tmp_path, engine={"backend": name}), "makes no backend")
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -37,9 +37,13 @@ class PanicException(BaseException):
     """As each library that is written in Rust has one."""
 
 
-def _client_error(code: str) -> Exception:
+def _client_error(code: str, status: int = 400) -> Exception:
     botocore = pytest.importorskip("botocore.exceptions")
-    return botocore.ClientError({"Error": {"Code": code, "Message": "no"}}, "PutObject")
+    answer = {
+        "Error": {"Code": code, "Message": "no"},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    return botocore.ClientError(answer, "PutObject")
 
 
 def _botocore(name: str, **facts: str) -> Exception:
@@ -64,6 +68,10 @@ ERRORS = {
     ),
     "access denied": (lambda: _client_error("AccessDenied"), AccessError),
     "expired": (lambda: _client_error("ExpiredToken"), AccessError),
+    "clock": (lambda: _client_error("RequestTimeTooSkewed"), AccessError),
+    "expired, of STS": (lambda: _client_error("ExpiredTokenException"), AccessError),
+    "a code of 403": (lambda: _client_error("NobodyKnowsThis", 403), AccessError),
+    "a code of 503": (lambda: _client_error("NobodyKnowsThat", 503), StorageError),
     "no bucket": (lambda: _client_error("NoSuchBucket"), MissingFileError),
     "slow down": (lambda: _client_error("SlowDown"), StorageError),
     "away": (lambda: _botocore("EndpointConnectionError", endpoint_url="x"), StorageError),

@@ -8,6 +8,7 @@ an architecture needs, and it costs no memory and no time on the disk.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ log = logging.getLogger("nightshelf.engine")
 LIBRARY_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+_FAR, _SMALL = 4, 1 << 26  # times the numbers of the files, and numbers that are always few
 _MATRIX = 3  # dimensions of the largest weights; masks that old checkpoints hold have four
 _LEFT_OVER = re.compile(r"\.(weight|bias)$")
 
@@ -68,7 +70,7 @@ def load_problems(folder: str) -> Iterator[EngineError]:
         with torch.device("meta"), no_init_weights(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             build: Any = AutoModelForCausalLM.from_config
-            build(config, attn_implementation=ATTENTION_NAME)
+            model = build(config, attn_implementation=ATTENTION_NAME)
     except OtherAttentionError as err:
         raise architecture.not_ours(str(err), folder) from err
     except Exception as err:
@@ -77,6 +79,9 @@ def load_problems(folder: str) -> Iterator[EngineError]:
         raise cannot_load(folder, err) from err
     if (section := getattr(config, "quantization_config", None)) is not None:
         _check_quantiser(section, folder)  # which names and sizes weights as it likes
+        return
+    if (problem := _of_another_size(model, folder)) is not None:
+        yield problem  # the loader would take memory for all of it
         return
     tried = str(config.model_type) in architecture.SCORED
     try:
@@ -248,6 +253,29 @@ def _load_nothing(folder: str, config: Any) -> dict[str, Any]:
         )
     found: dict[str, Any] = report
     return found
+
+
+def _of_another_size(model: nn.Module, folder: str) -> EngineError | None:
+    """The error of a config.json whose model is far larger than the weights beside it."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in loaded_files(Path(folder)):
+        with path.open("rb") as handle:
+            header = safetensors_header(handle)[0]
+            shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    there = sum(map(math.prod, shapes.values()))
+    if sum(map(math.prod, wanted.values())) <= _FAR * there + _SMALL:
+        return None  # the loader tells what differs, and takes no more than a model's memory
+    differ = sorted(n for n, shape in wanted.items() if shapes.get(n, shape) != shape)
+    first = differ[0] if differ else next(iter(wanted))
+    return EngineError(
+        "config.json says a model that is far larger than the checkpoint's weights",
+        expected=f"{first} {wanted[first]}",
+        got=f"{shapes.get(first, 'no such tensor')}; {there:,} numbers in all",
+        where=folder,
+        do="Save model and config together.",
+        field="engine.model",
+    )
 
 
 def _left_over(unexpected: list[str], config: Any, folder: str) -> list[str]:

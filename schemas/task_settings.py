@@ -96,7 +96,7 @@ class GenerateSettings(Section):
     max_positions: Annotated[Positive, Field(le=1_000_000)] | None = Field(
         None,
         description="Prefixes that a best-first search forwards for one user before it ends as a "
-        "beam; by default four times those of the beam",
+        "beam; by default four times what the beam forwards, or what a trained model needs",
     )
     exact: Flag = Field(
         False, description="No default for max_positions; beams widen users who are not certified"

@@ -21,6 +21,7 @@ from engine.decoding import Decoding
 from engine.generate.beam_search import beams_of_group, search_by_beams
 from engine.generate.bounds import nodes_per_prompt
 from engine.search.best_first import Found, Limits, best_first
+from engine.search.cost import usual_nodes
 from engine.search.masks import Mask, SegmentMask
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.search_tree import catalog_tree
@@ -31,7 +32,7 @@ from schemas.settings import GenerateSettings
 
 _FIRST = 16  # prefixes of a prompt in the first rounds; fewer take more rounds for no fewer of them
 _FIRST_STATELESS = 64
-_BEAMS = 4  # budget, as a multiple of what the beam forwards
+_BUDGET = 4  # times what the beam forwards, or a search of a trained model
 _MOST_CHILDREN = 1 << 24  # of the prefixes that are expanded together; bounds a round's memory
 
 
@@ -90,7 +91,8 @@ def limits_of(
     beam = nodes_per_prompt(index.trie, widths)
     budget = settings.max_positions
     if budget is None:
-        budget = settings.max_width * index.trie.depth if settings.exact else _BEAMS * beam
+        usual = _BUDGET * max(beam, usual_nodes(k))
+        budget = settings.max_width * index.trie.depth if settings.exact else usual
     first = _FIRST_STATELESS if stateless else _FIRST
     return Limits(
         k=k,

@@ -54,6 +54,11 @@ class Limits:
     widths: tuple[int, ...] = ()  # of the beam that a search may end as, per level
     per_group: tuple[int | None, ...] = ()  # beams of a group of the quota, per level
 
+    def reserve(self, levels: int) -> int:
+        """Prefixes of the budget that are left to the beam that a search ends as."""
+        assert self.budget is not None
+        return min((levels - 1) * self.first, self.budget // 2)
+
     def beam(self, levels: int, device: torch.device) -> Beam:
         """The beam that searches of trees of so many levels end as."""
         every = (0, *self.widths[: levels - 1], *(1,) * max(0, levels - 1 - len(self.widths)), 0)
@@ -275,7 +280,7 @@ class _Search:
         if limits.budget is None:
             return False
         used = sum(limits.in_round(number) for number in range(self._round))
-        return limits.budget - used < most + levels * limits.first
+        return limits.budget - used < most + limits.reserve(levels)
 
     def _dive(self, num_open: Tensor, count: Tensor, most: int) -> Tensor:
         """How many prefixes each prompt forwards `[B]`, where some searches end as beams."""
@@ -285,7 +290,7 @@ class _Search:
         if limits.detect_flat and self._round == tree.levels - 1:
             ends |= self._pool.score[:, 0] == -torch.inf
         if left is not None:
-            ends |= left < most + tree.levels * limits.first
+            ends |= left < most + limits.reserve(tree.levels)
         self._ending |= ends & (num_open > 0)
         self._open, width, dropped = self._beam.step(
             tree, self._open, self._ending, self._at_depth, left

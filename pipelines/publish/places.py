@@ -11,7 +11,9 @@ from contextlib import suppress
 from typing import TypeVar
 
 from pipelines.publish.names import pointer_root
+from pipelines.sources.marks import table_around
 from pipelines.storage import files
+from pipelines.storage.stores import filesystem
 from schemas.errors import ConfigError, quoted
 
 Found = TypeVar("Found")
@@ -34,8 +36,25 @@ def lake_at(path: str) -> str | None:
     return None
 
 
+def check_not_inside(path: str) -> None:
+    """Raise `ConfigError` where a folder of a lake table lies above a path: its own maintenance
+    removes files that its log does not name.
+    """
+    fs, inside = filesystem(path)
+    if (found := table_around(fs, inside)) is not None:
+        raise ConfigError(
+            f"output.path is inside a table of {found.kind}",
+            expected="a folder of its own",
+            got=f"the table {found.root}",
+            where=path,
+            do="Nothing was touched. Publish to another folder.",
+            field="output.path",
+        )
+
+
 def check_no_lake(path: str) -> None:
-    """Raise `ConfigError` where Parquet files would go into the folder of a lake table."""
+    """Raise `ConfigError` where Parquet files would go into a lake table's folder, or below it."""
+    check_not_inside(path)
     if (found := lake_at(path)) is not None:
         known = found.lower() in ("delta", "iceberg")
         raise ConfigError(
@@ -50,8 +69,9 @@ def check_no_lake(path: str) -> None:
 
 def check_new_table(path: str, format: str) -> None:
     """Raise `ConfigError` where a new lake table would be made over what is there already: a table
-    of another format, or data files whose log is lost.
+    of another format, or data files whose log is lost; or inside another table.
     """
+    check_not_inside(path)
     found = lake_at(path)
     if found is not None and not (format == "delta" and found == "Delta"):
         if format == "iceberg" and found == "Iceberg":

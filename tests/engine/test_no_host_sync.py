@@ -96,7 +96,7 @@ def test_a_best_first_search_waits_once_a_round(
     trie = build_trie(random_codes(rng, 60, ragged=True))
     index = to_device(trie, bound_space(), norm, CPU, quota)
     mask = Mask(torch.arange(6), torch.arange(3, 6 * trie.num_nodes, 7))
-    limits = Limits(k=5, first=4, budget=16, detect_flat=True, widths=(4, 4, 4))
+    limits = Limits(k=5, first=4, budget=8, detect_flat=True, widths=(4, 4, 4))
     looks, read = [], torch.Tensor.tolist
 
     def look(tensor):

@@ -274,6 +274,22 @@ def test_parquet_over_a_lake_table_is_refused_and_nothing_is_touched(nightshelf,
     assert tree(out) == before
 
 
+@pytest.mark.parametrize("format", ["parquet", "delta", "iceberg"])
+@pytest.mark.parametrize("kind", ["delta", "iceberg metadata"])
+def test_a_folder_inside_a_lake_table_is_refused_and_nothing_is_touched(
+    nightshelf, tmp_path, kind, format
+):
+    """Whatever cleans the table removes files that its log does not name."""
+    out = lake(tmp_path, kind)
+    before = tree(out)
+    write_inputs(tmp_path, num_users=6)
+    config = write_config(tmp_path, output={"path": str(out / "a" / "b"), "format": format})
+    for command in ("validate", "run"):
+        done = nightshelf(command, config, "--output", "json", check=2)
+        assert f"output.path is inside a table of {kind.split()[0].title()}" in done.out
+    assert tree(out) == before
+
+
 @pytest.mark.parametrize("format", ["delta", "iceberg"])
 @pytest.mark.parametrize("there", ["our Parquet table", "foreign files", "the other lake"])
 def test_a_lake_table_over_something_else_is_refused(tmp_path, format, there):

@@ -178,7 +178,7 @@ def show_quality(console: Console, figures: dict[str, dict[str, float]], data: D
     console.print("[green]★[/] watched in the held-out period, which the model has not seen")
     console.print("score: sum of the log-probabilities of the film's three codes, in nats\n")
     notes = {
-        "generate": "beam search over the whole catalog (surface home)",
+        "generate": "exact search of the whole catalog (surface home)",
         "score": "100 candidates ranked by the same model (surface email)",
         "SVD": "the user vector times the item vectors",
         "popularity": "the most watched films",
@@ -196,7 +196,7 @@ def show_quality(console: Console, figures: dict[str, dict[str, float]], data: D
     if "exact" in data.published["home"].columns:
         exact = data.published["home"].group_by("user_id").agg(pl.col("exact").all())["exact"]
         console.print(
-            f"{exact.mean():.1%} of the beam search's lists are proven to be "
+            f"{exact.mean():.1%} of the search's lists are proven to be "
             "the model's best over the whole catalog."
         )
     truth = shown(HERE / "build" / "truth.parquet")

@@ -177,6 +177,7 @@ class UserBatch:
     labels: Labels | None = None  # asked about each candidate
     excluded: Ragged | None = None  # items never to return
     eligibility: Eligibility | None = None  # None: everything is eligible
+    k: Ints | None = None  # [U] items wanted; None: as many for all
 
     def take(self, rows: Ints) -> UserBatch:
         """The users at `rows`, in that order."""
@@ -194,6 +195,7 @@ class UserBatch:
             labels=None if self.labels is None else self.labels.take(rows),
             excluded=ragged(self.excluded),
             eligibility=self.eligibility.take(rows) if self.eligibility else None,
+            k=None if self.k is None else self.k[rows],
         )
 
 

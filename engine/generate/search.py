@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.decoding import Decoding
 from engine.generate.beam_search import beams_of_group, search_by_beams
 from engine.generate.bounds import nodes_per_prompt
-from engine.search.best_first import Found, Limits, best_first
+from engine.search.best_first import Bounds, Found, Limits, best_first
 from engine.search.cost import usual_nodes
 from engine.search.masks import Mask, SegmentMask
 from engine.trees.device_trie import DeviceTrie
@@ -44,7 +44,7 @@ def search(
     k: int,
     dead: Tensor | None = None,
     segments: SegmentMask | None = None,
-    floor: Tensor | None = None,
+    bounds: Bounds | None = None,
 ) -> tuple[SidBeams, NDArray[np.bool_], SearchWork]:
     """The best k SIDs of every prompt of the context, whose search failed, and what it took.
 
@@ -53,8 +53,7 @@ def search(
         dead: sorted keys of the prefixes each prompt may not enter (`dead_nodes`), where `user` is
             the prompt's row in the context.
         segments: the prefixes that whole segments of prompts may enter.
-        floor: `[B]` scores that each prompt's list has k items above or at already; a best-first
-            search need not find what is below.
+        bounds: of single prompts, for a best-first search: it need not find what lies below.
     """
     if settings.search == "beam":
         return search_by_beams(decoding, settings, widths=widths, k=k, dead=dead, segments=segments)
@@ -65,7 +64,7 @@ def search(
     at_once = max(1, _MOST_CHILDREN // _most_children(index.trie, limits))
     parts = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]
     masks = (Mask(part, dead, segments) for part in parts)
-    found = [best_first(decoding, tree, mask, limits, floor) for mask in masks]
+    found = [best_first(decoding, tree, mask, limits, bounds) for mask in masks]
     failed = torch.cat([one.failed_for_good for one in found]).cpu().numpy()
     work = SearchWork(
         nodes=torch.cat([one.nodes for one in found]).cpu().numpy(),

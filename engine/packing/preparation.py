@@ -202,6 +202,8 @@ def same_work(
         parts.append(users.excluded)
     if users.eligibility is not None:
         parts.append(users.eligibility.segment)
+    if users.k is not None:
+        parts.append(users.k)
     return first_of_its_kind(parts, users.num_users)
 
 

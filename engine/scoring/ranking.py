@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.decoding import Decoding
-from engine.search.best_first import Limits, TooManyNodes, best_first
+from engine.search.best_first import Bounds, Limits, TooManyNodes, best_first
 from engine.search.masks import Mask
 from engine.trees.search_tree import candidate_forest
 from engine.trees.token_tree import TokenTree
@@ -32,7 +32,13 @@ class Ranking:
 
 
 def rank_candidates(
-    decoding: Decoding, candidates: Ragged, tree: TokenTree, *, k: int, max_nodes: int
+    decoding: Decoding,
+    candidates: Ragged,
+    tree: TokenTree,
+    *,
+    k: int,
+    max_nodes: int,
+    k_of: Ints | None = None,
 ) -> Ranking | None:
     """The best `k` semantic IDs among each user's candidates `[U]`, all items of each; None where
     the search would hang more than `max_nodes` nodes from the prompts.
@@ -42,24 +48,26 @@ def rank_candidates(
 
     Args:
         tree: of these candidates.
+        k_of: of each user `[U]`, where some want fewer than `k`.
     """
     index = decoding.index
+    bounds = Bounds(None if k_of is None else index.put(k_of).clamp(max=k))
     prompts = torch.arange(candidates.num_rows, device=index.device)
     limits = Limits(k=k, max_nodes=max_nodes)
     before = decoding.context.num_rows
     try:
-        found = best_first(decoding, candidate_forest(index, tree), Mask(prompts), limits)
+        forest = candidate_forest(index, tree)
+        found = best_first(decoding, forest, Mask(prompts), limits, bounds)
     except TooManyNodes:
         decoding.context.rewind(before)
         return None
-    short = found.pool.kth == -torch.inf
     score, sid = found.pool.score.cpu().numpy(), found.pool.sid.cpu().numpy()
     user, place = np.nonzero(score > -np.inf)
     entry, at = _items_of(candidates, index.trie.sid_of_item, user, sid[user, place])
     scored = ItemScores(
         user=user[entry], item=candidates.values[at], score=score[user, place][entry]
     )
-    failed = found.failed | (found.refused & short)
+    failed = found.failed | (found.refused & found.short)
     return Ranking(
         scored=scored,
         failed=failed.cpu().numpy(),

@@ -73,6 +73,21 @@ class Limits:
         return min(self.first << (number // _SAME), max(self.first, _MOST_IN_A_ROUND))
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What narrows the lists of single prompts, by row of the context."""
+
+    k_of: Tensor | None = None  # results of each, at most `Limits.k`; None: as many
+    floor: Tensor | None = None  # score that results must reach; -inf: none
+
+    def of(self, prompts: Tensor) -> Bounds:
+        """For the prompts of a search."""
+        return Bounds(
+            None if self.k_of is None else self.k_of[prompts],
+            None if self.floor is None else self.floor[prompts],
+        )
+
+
 class TooManyNodes(Exception):
     """The search would go beyond `Limits.max_nodes`."""
 
@@ -89,6 +104,7 @@ class Found:
     rounds: Tensor
     stopped: Tensor  # bool: it ended as a beam
     legal_mass: Tensor  # probability of all children of the root
+    short: Tensor  # bool: fewer results than were asked for
 
     @property
     def failed_for_good(self) -> Tensor:
@@ -97,17 +113,14 @@ class Found:
 
 
 def best_first(
-    decoding: Decoding, tree: SearchTree, mask: Mask, limits: Limits, floor: Tensor | None = None
+    decoding: Decoding, tree: SearchTree, mask: Mask, limits: Limits, bounds: Bounds | None = None
 ) -> Found:
     """The best `limits.k` leaves below the root of each prompt of the mask.
-
-    Args:
-        floor: score of each row of the context that results must reach; -inf: none.
 
     Raises:
         TooManyNodes: it would go beyond `limits.max_nodes`; what it appended is still there.
     """
-    return _Search(decoding, tree, mask, limits, floor).run()
+    return _Search(decoding, tree, mask, limits, (bounds or Bounds()).of(mask.prompts)).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +144,7 @@ class _Search:
         tree: SearchTree,
         mask: Mask,
         limits: Limits,
-        floor: Tensor | None,
+        bounds: Bounds,
     ) -> None:
         prompts = mask.prompts
         num, self._device = len(prompts), prompts.device
@@ -139,7 +152,7 @@ class _Search:
         self._pool = Pool.empty(prompts, limits.k)
         self._open = Open.none(prompts)
         self._beam = limits.beam(tree.levels, self._device)
-        self._floor = None if floor is None else floor[prompts]
+        self._bounds = bounds
         self._dropped = torch.full((num,), -torch.inf, device=self._device)
         self._nan_score = self._dropped.clone()  # of the best prefix with a child that failed
         self._legal_mass = torch.full_like(self._dropped, torch.nan)
@@ -164,8 +177,8 @@ class _Search:
             if chosen is not None:
                 chosen = self._forward(chosen)
         failed = (self._nan_score > -torch.inf) & (self._nan_score >= self._least)
-        if self._floor is not None:
-            self._refused &= self._floor == -torch.inf  # or others fill the list
+        if self._bounds.floor is not None:
+            self._refused &= self._bounds.floor == -torch.inf  # or others fill the list
         return Found(
             pool=self._pool,
             dropped=self._dropped,
@@ -175,13 +188,21 @@ class _Search:
             rounds=self._rounds,
             stopped=self._ending,
             legal_mass=self._legal_mass,
+            short=self._kth == -torch.inf,
         )
 
     @property
     def _least(self) -> Tensor:
         """The score that still matters `[B]`."""
-        kth = self._pool.kth
-        return kth if self._floor is None else torch.maximum(kth, self._floor)
+        kth, floor = self._kth, self._bounds.floor
+        return kth if floor is None else torch.maximum(kth, floor)
+
+    @property
+    def _kth(self) -> Tensor:
+        """Score of each prompt's own k-th result `[B]`; -inf while there are fewer."""
+        if self._bounds.k_of is None:
+            return self._pool.score[:, -1]
+        return self._pool.score.gather(1, self._bounds.k_of[:, None] - 1)[:, 0]
 
     def _roots(self) -> _Chosen:
         """The prompt ends, which need no forwarding."""

@@ -30,11 +30,6 @@ class Pool:
         sid = torch.zeros(shape, dtype=torch.int64, device=device)
         return cls(sid, torch.full(shape, -torch.inf, device=device))
 
-    @property
-    def kth(self) -> Tensor:
-        """Score of the worst result `[B]`, which others must reach; -inf while there are fewer."""
-        return self.score[:, -1]
-
     def of(self, who: Tensor) -> Pool:
         """Those of some of the prompts."""
         return Pool(self.sid[who], self.score[who])

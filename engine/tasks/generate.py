@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.packing.preparation import Prepared
+    from engine.search.best_first import Bounds
     from engine.search.masks import SegmentMask
     from schemas.requests import Ints
 
@@ -138,7 +139,7 @@ class _Generating:
                 k=self._k,
                 dead=dead,
                 segments=segments,
-                floor=self._floor(one),
+                bounds=self._bounds(one),
             )
             nodes = work.nodes
         naive = np.maximum(beams.width, max(self._widths)) * (one.prompt_tokens + depth - 1)
@@ -146,13 +147,17 @@ class _Generating:
             generated=beams, nodes=nodes, naive=naive, failed=failed, native=native, search=work
         )
 
-    def _floor(self, one: Pass) -> Tensor | None:
-        """The k-th score among the candidates of each user, where those were scored: what is below
-        cannot be in the list of both `[U]`."""
-        if one.scored is None:
-            return None
-        kth = kth_of_candidates(self._index, one.scored, one.users.num_users, self._k)
-        return self._index.put(kth)
+    def _bounds(self, one: Pass) -> Bounds:
+        """Each user's own k; and the k-th score among its candidates, where those were scored:
+        what is below cannot be in the list of both."""
+        from engine.search.best_first import Bounds
+
+        index, num = self._index, one.users.num_users
+        k = np.full(num, self._k) if one.users.k is None else np.minimum(one.users.k, self._k)
+        floor = None
+        if one.scored is not None:
+            floor = index.put(kth_of_candidates(index, one.scored, k))
+        return Bounds(None if one.users.k is None else index.put(k), floor)
 
     def _masks(self, users: UserBatch) -> tuple[Tensor | None, SegmentMask | None]:
         """The prefixes that each user may not enter, and those that its segment may."""

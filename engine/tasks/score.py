@@ -89,7 +89,9 @@ class _Scoring(CandidateRunner):
             tree = trees.of_pack(None, CandidateSets.own(lists))
         else:
             tree = trees.of_pack(one.prepared.shared_tree, candidates)
-        ranking = rank_candidates(one.decoding, lists, tree, k=k, max_nodes=one.max_rows)
+        ranking = rank_candidates(
+            one.decoding, lists, tree, k=k, k_of=one.users.k, max_nodes=one.max_rows
+        )
         if ranking is None:
             return None
         return Answer(

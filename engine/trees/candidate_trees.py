@@ -87,11 +87,9 @@ def allowed_items(user: Ints, item: Ints, users: UserBatch) -> NDArray[np.bool_]
     return allowed
 
 
-def kth_of_candidates(
-    index: DeviceTrie, scored: ItemScores, num_users: int, k: int
-) -> NDArray[np.float32]:
-    """Score of the k-th semantic ID among each user's scored candidates, counted as the quota
-    counts them `[U]`; -inf where there are fewer."""
+def kth_of_candidates(index: DeviceTrie, scored: ItemScores, k: Ints) -> NDArray[np.float32]:
+    """Score of the k-th semantic ID, k of each user `[U]`, among its scored candidates, counted as
+    the quota counts them `[U]`; -inf where there are fewer."""
     trie = index.trie
     sid = trie.sid_of_item[scored.item].astype(np.int64)
     key, first = np.unique(scored.user * trie.num_sids + sid, return_index=True)
@@ -102,8 +100,8 @@ def kth_of_candidates(
         group = trie.prefix_of_sid(index.quota.level)[sid]
         kept = place_within(user * trie.num_nodes + group) < index.quota.max_items
         user, score = user[kept], score[kept]
-    kth = np.full(num_users, -np.inf, dtype=np.float32)
-    last = place_within(user) == k - 1
+    kth = np.full(len(k), -np.inf, dtype=np.float32)
+    last = place_within(user) == k[user] - 1
     kth[user[last]] = score[last]
     return kth
 

@@ -164,6 +164,7 @@ def _to_batch(
         labels=_labels(table),
         excluded=excluded,
         eligibility=eligibility,
+        k=_wanted(plan, table) if K_COLUMN in table.column_names else None,
     )
     return users, unknown_items, counts
 

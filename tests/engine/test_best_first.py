@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from engine.generate.beam_search import search_by_beams
 from engine.generate.search import search
 from engine.scoring.items import score_in_parts
 from engine.scoring.ranking import rank_candidates
+from engine.search.best_first import Bounds
 from engine.search.masks import SegmentMask
 from engine.trees.candidate_trees import kth_of_candidates
 from engine.trees.device_trie import to_device
@@ -30,7 +32,8 @@ CPU = torch.device("cpu")
 NORMS = ("full_vocab", "sid_range", "level", "trie")
 QUOTAS = (None, (1, 2), (2, 1))
 SIZES = [(40, 12, 8), (5, 4, 6), (6, 5, 4, 3)]
-SHAPES = [(1.0, 1e-6), (1.3, 0.5), (0.5, 1.0)]
+SHAPES = [(1.0, 1e-6), (4.0, 0.5), (0.2, 0.25)]  # as random, peaked, flat; with ties
+VOCABULARY = 1 << 20  # of the fake backend
 CASES = list(itertools.product(NORMS, (False, True), QUOTAS))
 EVERY = 100_000
 
@@ -44,8 +47,11 @@ class Peaked(FakeBackend):
 
     def log_probs(self, context, rows, targets, norm):
         found = super().log_probs(context, rows, targets, norm)
-        sharper = -((-found) ** self.power)
-        return torch.where(found == 0, found, (sharper / self.step).round() * self.step)
+        size = VOCABULARY if norm.kind == "full_vocab" else 1
+        if norm.columns is not None:
+            size = len(norm.columns.token_ids)
+        sharper = (found + math.log(size)).clamp(max=0.0) * self.power
+        return (sharper / self.step).round() * self.step
 
 
 class Work:
@@ -78,10 +84,10 @@ class Work:
         }
         self.k = min(int(rng.integers(1, 12)) if k is None else k, self.trie.num_sids)
 
-    def best_first(self, floor=None, **given_settings):
+    def best_first(self, bounds=None, **given_settings):
         how = GenerateSettings(**{"search": "best_first", **given_settings})
         widths = (how.width,) * self.trie.depth
-        return search(self.decoding, how, widths=widths, k=self.k, floor=floor, **self.masks)
+        return search(self.decoding, how, widths=widths, k=self.k, bounds=bounds, **self.masks)
 
     def by_beams(self, width):
         widths = (width,) * self.trie.depth
@@ -182,7 +188,7 @@ class Broken(Peaked):
     """NaN, or probability 0, for one token of the first level."""
 
     def __init__(self, value, token):
-        super().__init__(1.3, 0.5)
+        super().__init__(4.0, 0.5)
         self.value, self.token = value, token
 
     def log_probs(self, context, rows, targets, norm):
@@ -195,7 +201,7 @@ class Broken(Peaked):
 def test_a_nan_fails_only_whom_it_could_have_changed(level):
     token = int(bound_space().token_ids[level][1])
     broken = Work(4, "full_vocab", False, None, Broken(torch.nan, token), items=250, k=3)
-    whole = Work(4, "full_vocab", False, None, Peaked(1.3, 0.5), items=250, k=3)
+    whole = Work(4, "full_vocab", False, None, Peaked(4.0, 0.5), items=250, k=3)
     found, failed, _ = broken.best_first(exact=True)
     want, _, _ = whole.everything()
     if level == 0:
@@ -227,6 +233,19 @@ def test_probability_zero_makes_a_short_list_inexact_and_an_empty_one_fail():
     assert found.pruned[0] == UNSCORED
 
 
+def test_each_user_is_searched_for_as_many_as_it_wants():
+    work = Work(9, "full_vocab", False, (1, 3), Peaked(4.0, 0.5), items=300, k=12)
+    want, _, took = work.everything()
+    k_of = torch.tensor([1, 2, 12, 5, 3])
+    found, failed, less = work.best_first(exact=True, bounds=Bounds(k_of=k_of))
+    assert not failed.any() and less.nodes.sum() < took.nodes.sum()
+    _, _, all_of_them = work.best_first(exact=True)
+    assert (less.nodes <= all_of_them.nodes).all() and less.nodes[0] < all_of_them.nodes[0]
+    for user, k in enumerate(k_of.tolist()):
+        mine, theirs = (one.sid[one.user == user].tolist()[:k] for one in (found, want))
+        assert mine == theirs
+
+
 # --- ranking --------------------------------------------------------------------------------------
 
 
@@ -247,7 +266,7 @@ def test_the_best_candidates_are_those_of_scoring_all(seed, case, shape):
     assert not found.failed.any()
     assert (found.work.nodes <= nodes).all()
     every = ItemScores(user=lists.row_ids, item=lists.values, score=scores.numpy())
-    kth = kth_of_candidates(work.index, every, lists.num_rows, work.k)
+    kth = kth_of_candidates(work.index, every, np.full(lists.num_rows, work.k))
     for user in range(lists.num_rows):
         mine = found.scored.user == user
         got = dict(zip(found.scored.item[mine], found.scored.score[mine], strict=True))
@@ -275,11 +294,11 @@ def test_ranking_that_needs_too_much_memory_leaves_nothing_behind():
 
 
 def test_candidates_before_a_search_spare_it_what_is_below_them():
-    work = Work(9, "full_vocab", False, None, Peaked(1.3, 0.5), items=300, k=5)
+    work = Work(9, "full_vocab", False, None, Peaked(4.0, 0.5), items=300, k=5)
     plain, _, took = work.best_first(exact=True)
     kth = np.full(work.decoding.num_prompts, -np.inf, dtype=np.float32)
     kth[0] = plain.score[plain.user == 0][2]
-    found, failed, less = work.best_first(exact=True, floor=torch.from_numpy(kth))
+    found, failed, less = work.best_first(exact=True, bounds=Bounds(floor=torch.from_numpy(kth)))
     assert not failed.any() and less.nodes[0] <= took.nodes[0]
     mine, all_of_it = (one.sid[one.user == 0].tolist() for one in (found, plain))
     enough = plain.score[plain.user == 0] >= kth[0]

@@ -1,1 +1,4 @@
-"""Semantic-ID beam search over the catalog's trie, with a certificate that a list is exact."""
+"""The best semantic IDs of the whole catalog: exact search, or beams with a certificate.
+
+Begin with `search.py`; `beam_search.py` has `plain.py` beside it, the same in obvious lines.
+"""

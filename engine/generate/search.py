@@ -21,7 +21,7 @@ from engine.decoding import Decoding
 from engine.generate.beam_search import beams_of_group, search_by_beams
 from engine.generate.bounds import nodes_per_prompt
 from engine.search.best_first import Bounds, Found, Limits, best_first
-from engine.search.cost import usual_nodes
+from engine.search.cost import first_round, usual_nodes
 from engine.search.masks import Mask, SegmentMask
 from engine.trees.device_trie import DeviceTrie
 from engine.trees.search_tree import catalog_tree
@@ -30,8 +30,6 @@ from schemas.requests import UNSCORED, SidBeams
 from schemas.search_work import SearchWork
 from schemas.settings import GenerateSettings
 
-_FIRST = 16  # prefixes of a prompt in the first rounds; fewer take more rounds for no fewer of them
-_FIRST_STATELESS = 64
 _BUDGET = 4  # times what the beam forwards, or a search of a trained model
 _MOST_CHILDREN = 1 << 24  # of the prefixes that are expanded together; bounds a round's memory
 
@@ -59,7 +57,8 @@ def search(
         return search_by_beams(decoding, settings, widths=widths, k=k, dead=dead, segments=segments)
     index, facts = decoding.index, decoding.backend.facts
     tree = catalog_tree(index)
-    limits = limits_of(settings, index, widths, k, stateless=facts.stateless)
+    first = first_round(facts, decoding.num_prompts)
+    limits = limits_of(settings, index, widths, k, first=first)
     prompts = torch.arange(decoding.num_prompts, device=index.device)
     at_once = max(1, _MOST_CHILDREN // _most_children(index.trie, limits))
     parts = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]
@@ -80,19 +79,15 @@ def limits_of(
     widths: tuple[int, ...],
     k: int,
     *,
-    stateless: bool,
+    first: int,
 ) -> Limits:
-    """How far each search goes.
-
-    A stateless backend sends the prompts again with every round: it gets fewer and wider ones.
-    """
+    """How far each search goes, with so many prefixes of a prompt in its `first` rounds."""
     per_group = tuple(beams_of_group(index, width, k, at + 1) for at, width in enumerate(widths))
     beam = nodes_per_prompt(index.trie, widths)
     budget = settings.max_positions
     if budget is None:
         usual = _BUDGET * max(beam, usual_nodes(k))
         budget = settings.max_width * index.trie.depth if settings.exact else usual
-    first = _FIRST_STATELESS if stateless else _FIRST
     return Limits(
         k=k,
         first=first,

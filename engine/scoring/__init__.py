@@ -1,1 +1,1 @@
-"""Multi-item scoring: all candidates of all users of a pack in one pass over their token trees."""
+"""Candidates: ranked by search (`ranking.py`), all scored (`items.py`), or labelled (`labels.py`)."""

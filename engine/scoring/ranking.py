@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.decoding import Decoding
 from engine.search.best_first import Bounds, Limits, TooManyNodes, best_first
+from engine.search.cost import first_round
 from engine.search.masks import Mask
 from engine.trees.search_tree import candidate_forest
 from engine.trees.token_tree import TokenTree
@@ -53,7 +54,8 @@ def rank_candidates(
     index = decoding.index
     bounds = Bounds(None if k_of is None else index.put(k_of).clamp(max=k))
     prompts = torch.arange(candidates.num_rows, device=index.device)
-    limits = Limits(k=k, max_nodes=max_nodes)
+    first = first_round(decoding.backend.facts, candidates.num_rows)
+    limits = Limits(k=k, first=first, max_nodes=max_nodes)
     before = decoding.context.num_rows
     try:
         forest = candidate_forest(index, tree)

@@ -1,1 +1,1 @@
-"""Candidates: ranked by search (`ranking.py`), all scored (`items.py`), or labelled (`labels.py`)."""
+"""Candidates: ranked by search (`ranking.py`), all scored (`items.py`), labelled (`labels.py`)."""

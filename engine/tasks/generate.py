@@ -47,7 +47,7 @@ class Generate(Task):
         widths = self.settings.widths(load.levels)[: load.levels - 1]
         native = self.settings.mode == "native"
         if self.settings.search != "beam" and not native:
-            nodes = min(load.searched or usual_nodes(self.config.task.k), sum(widths))
+            nodes = load.searched or usual_nodes(self.config.task.k)
             return nodes * load.levels + ROUNDS * load.prompt if load.stateless else nodes
         if not load.stateless or native:
             return sum(widths)

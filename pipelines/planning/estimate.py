@@ -191,13 +191,13 @@ def _last_run(plan: RunPlan) -> tuple[RunManifest | None, str]:
 
 def _searched(manifest: RunManifest | None, config: RunConfig) -> float | None:
     """Prefixes that a search forwarded for a user of that run, where it searched as this one will:
-    the same tasks, for lists as long."""
+    the same task, and no other, for lists as long."""
     if manifest is None or not manifest.counts.users_searched:
         return None
     then, now = manifest.plan.config.task, config.task
-    if (then.asked, then.k) != (now.asked, now.k):
+    if (then.asked, then.k) != (now.asked, now.k) or len(now.asked) > 1:
         return None
-    return manifest.counts.search_nodes / manifest.counts.users_searched / len(now.asked)
+    return manifest.counts.search_nodes / manifest.counts.users_searched
 
 
 def _rows_per_second(manifest: RunManifest | None, why_none: str) -> tuple[float | None, str]:

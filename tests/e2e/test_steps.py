@@ -79,7 +79,8 @@ def test_each_limit_refuses_or_warns(nightshelf, tmp_path, limit, gate):
     users = tables["users"]
     twice = pa.concat_tables([users, users.slice(0, 1)])  # one row for the quarantine
     pq.write_table(twice, tmp_path / "users.parquet")
-    config = write_config(tmp_path, task={"k": 5, "generate": {"width": 2}}, audit=limit)
+    task = {"k": 5, "generate": {"search": "beam", "width": 2}}
+    config = write_config(tmp_path, task=task, audit=limit)
     done = nightshelf("run", config, "--output", "json", check=6)
     assert gate in done.json["error"]["message"]
     assert not (tmp_path / PARTITION).exists()
@@ -307,7 +308,7 @@ def test_a_plan_estimates_what_the_run_then_takes(nightshelf, tmp_path):
     assert summary["rows_forwarded"] <= before["rows_forwarded"] * 1.02
     after = nightshelf("plan", config, "--output", "json").json["estimate"]
     rate = summary["rows_forwarded"] / summary["device_hours"]
-    assert after["device_hours"] == pytest.approx(before["rows_forwarded"] / rate, abs=2e-4)
+    assert after["device_hours"] == pytest.approx(after["rows_forwarded"] / rate, abs=2e-4)
     assert after["cost"] == pytest.approx(3600 * after["device_hours"], abs=0.5)
     assert summary["run_id"] in nightshelf("plan", config).out
 

@@ -87,7 +87,8 @@ def test_a_terminal_shows_each_step_and_a_bar(tmp_path):
 
 def test_a_step_that_fails_is_marked(tmp_path):
     write_inputs(tmp_path)
-    config = write_config(tmp_path, audit={"min_exact_share": 1.0})
+    task = {"k": 5, "generate": {"search": "beam", "width": 2}}
+    config = write_config(tmp_path, audit={"min_exact_share": 1.0}, task=task)
     code, sent = on_a_terminal("run", config)
     plain = CONTROL.sub("", sent)
     assert code == 6

@@ -114,7 +114,7 @@ def everything(folder: Path) -> None:
 def refused(folder: Path) -> None:
     write_inputs(folder)
     run("run", write_config(folder, audit={"min_exact_share": 1.0},
-        task={"k": 5, "generate": {"width": 2}}), check=6)  # fmt: skip
+        task={"k": 5, "generate": {"search": "beam", "width": 2}}), check=6)  # fmt: skip
 
 
 def _moody(folder: Path, moods: list[str]) -> Path:

@@ -10,8 +10,7 @@ six kinds, told by class and number and, but for Arrow's client of S3, never by 
     damage    DamagedFileError           bytes that cannot be decoded
     other     StorageError (exit 4)      anything else that a file system says
 
-Stores' clients are optional packages: their classes are looked up among the modules that are
-loaded, since an error of theirs cannot be there without its module.
+What stores' clients raise is told by client_errors.py.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ import functools
 import json
 import os
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import polars as pl
 import pyarrow as pa
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
+from pipelines.storage.client_errors import Kind, of_client
 from schemas.errors import (
     AccessError,
     DamagedFileError,
@@ -44,7 +43,6 @@ from schemas.errors import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Kind = Literal["access", "missing", "full", "away", "damage", "other"]
 
 WAIT = wait_random_exponential(multiplier=0.2, max=5.0)  # between tries, in seconds
 STOP = stop_after_attempt(5)
@@ -64,64 +62,6 @@ _NO_ACCESS = (
     errno.ENOTDIR,
     errno.EREMCHG,  # s3fs: the bucket is in another region
 )
-# Classes of optional packages, by module. The first that fits decides.
-_CLIENTS: tuple[tuple[Kind, str, tuple[str, ...]], ...] = (
-    (
-        "access",
-        "botocore.exceptions",
-        (
-            "NoCredentialsError",
-            "PartialCredentialsError",
-            "CredentialRetrievalError",
-            "UnknownCredentialError",
-            "ProfileNotFound",
-            "ConfigNotFound",
-            "ConfigParseError",
-            "NoRegionError",
-            "InvalidRegionError",
-            "NoAuthTokenError",
-            "TokenRetrievalError",
-            "SSOError",
-            "LoginError",
-            "ParamValidationError",
-            "ValidationError",
-            "InvalidConfigError",
-            "InvalidEndpointConfigurationError",
-            "InvalidIMDSEndpointError",
-            "UnknownEndpointError",
-            "EndpointProviderError",
-        ),
-    ),
-    ("away", "botocore.exceptions", ("BotoCoreError",)),  # connections, time-outs, broken streams
-    ("access", "google.auth.exceptions", ("DefaultCredentialsError", "RefreshError")),
-    ("away", "google.auth.exceptions", ("GoogleAuthError",)),
-    ("access", "azure.core.exceptions", ("ClientAuthenticationError",)),
-    ("missing", "azure.core.exceptions", ("ResourceNotFoundError",)),
-    ("away", "azure.core.exceptions", ("AzureError",)),
-    ("away", "aiohttp", ("ClientError",)),
-    ("away", "requests.exceptions", ("RequestException",)),
-    ("away", "urllib3.exceptions", ("HTTPError",)),
-    ("away", "fsspec.exceptions", ("FSTimeoutError",)),
-    ("away", "fsspec.exceptions", ("BlocksizeMismatchError",)),  # it changed while it was read
-    ("damage", "zstandard", ("ZstdError",)),
-    ("damage", "compression.zstd", ("ZstdError",)),
-)
-# What a store's answer means, by the code that its client keeps beside the words.
-_CODES: dict[str, Kind] = {
-    **dict.fromkeys(
-        ("AccessDenied", "AllAccessDisabled", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken")
-        + ("ExpiredTokenException", "TokenRefreshRequired", "InvalidClientTokenId", "AuthFailure")
-        + ("RequestTimeTooSkewed", "RequestExpired", "UnrecognizedClientException")
-        + ("SignatureDoesNotMatch", "InvalidBucketName", "PermanentRedirect", "401", "403"),
-        "access",
-    ),
-    **dict.fromkeys(("NoSuchBucket", "NoSuchKey", "NoSuchUpload", "NotFound", "404"), "missing"),
-    **dict.fromkeys(
-        ("SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "InternalError")
-        + ("ServiceUnavailable", "RequestTimeout", "OperationAborted", "408", "409", "429"),
-        "away",
-    ),
-}
 # Arrow's own client of S3 has no class and no field for it: the code stands in its words.
 _ARROW_CODE = re.compile(r"\bAWS Error ([A-Z_]+)\b")
 _ARROW_CODES: dict[str, Kind] = {
@@ -186,7 +126,7 @@ def kind_of(error: BaseException) -> Kind | None:
         return "damage"
     if isinstance(error, MemoryError | pa.ArrowMemoryError):
         return "full"
-    if (known := _of_client(error)) is not None:
+    if (known := of_client(error)) is not None:
         return known
     if isinstance(error, FileNotFoundError | pl.exceptions.NoDataError):
         return "missing"
@@ -211,36 +151,6 @@ def _of_number(number: int) -> Kind:
     if number in _NO_ACCESS:
         return "access"
     return "missing" if number == errno.ENOENT else "away"
-
-
-def _of_client(error: BaseException) -> Kind | None:
-    """The kind of an error that a store's client raises, by its code or its class."""
-    response = getattr(error, "response", None)
-    found = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
-    for code in (found, getattr(error, "status_code", None), getattr(error, "code", None)):
-        if not isinstance(code, str | int) or isinstance(error, OSError | SystemExit):
-            continue
-        if (kind := _CODES.get(str(code))) is not None:
-            return kind
-        if str(code).isdigit() and 400 <= int(code) < 600:
-            return "away" if int(code) >= 500 else "other"
-    if found is not None and isinstance(response, dict):
-        return _of_answer(response.get("ResponseMetadata", {}).get("HTTPStatusCode"))
-    for kind, module, names in _CLIENTS:
-        loaded = sys.modules.get(module)
-        classes = tuple(c for name in names if isinstance(c := getattr(loaded, name, None), type))
-        if isinstance(error, classes):
-            return kind
-    return None
-
-
-def _of_answer(status: object) -> Kind:
-    """The kind of a store's answer whose code nobody knows, by its HTTP status."""
-    if status in (401, 403):
-        return "access"
-    if status in (408, 429) or (isinstance(status, int) and status >= 500):
-        return "away"
-    return "other"
 
 
 def is_damage(error: BaseException) -> bool:
